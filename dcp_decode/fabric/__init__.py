@@ -1,0 +1,1 @@
+"""Symmetric memory among DCP ranks, behind one small interface (`memory.Fabric`)."""
