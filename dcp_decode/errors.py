@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 VERIFIED = 0
 WRONG_RESULT = 1
 BAD_INPUT = 2
@@ -34,7 +36,19 @@ class WrongResult(DcpDecodeError):
     exit_code = WRONG_RESULT
 
 
-class RankDied(DcpDecodeError):
-    """A peer process ended while this rank still needed it; names the rank."""
+class WaitFailed(DcpDecodeError):
+    """A wait for peers can't end well. `expired_waits` says who waited for whom, one JSON-able dict a source rank."""
 
     exit_code = WAIT_EXPIRED
+
+    def __init__(self, message: str, expired_waits: Sequence[Mapping[str, object]] = ()) -> None:
+        super().__init__(message)
+        self.expired_waits = [dict(wait) for wait in expired_waits]
+
+
+class RankDied(WaitFailed):
+    """A peer process ended while this rank still needed it; names the rank."""
+
+
+class ControlTimeout(WaitFailed):
+    """A control-plane wait passed its deadline; names the label and the ranks that never came."""

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-# The armed word: four 0xFF bytes. As E4M3 it is four negative NaN, as BF16 two, as FP32 one; canonical NaNs are positive.
+# The armed word: four 0xFF bytes, which no canonical (positive) NaN of any format can form.
 ARMED_BYTE = 0xFF
 ARMED_WORD = -1
 

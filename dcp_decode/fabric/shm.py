@@ -1,0 +1,96 @@
+"""Fabric `shm`: D processes of one host, each rank's region a memory-mapped file in /dev/shm.
+
+The file is reserved in full before it is mapped (a write past a full tmpfs would be a SIGBUS, not an error), mapped by
+every rank, and unlinked as soon as all have it: a rank killed later leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dcp_decode.control.plane import ControlPlane
+from dcp_decode.errors import UnsupportedEnvironment
+from dcp_decode.fabric.memory import SymmetricMemory, address_table
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class _Reservation:
+    """What a rank tells the others about its file: where it is, or why there is none."""
+
+    path: str
+    refusal: str = ""
+
+
+class ShmFabric:
+    """This process is one rank; `control` carries the file names and the order of map and unlink."""
+
+    name = "shm"
+
+    def __init__(self, control: ControlPlane, folder: Path = SHARED_MEMORY) -> None:
+        self.control = control
+        self.size = control.size
+        self.local_ranks = (control.rank,)
+        self.device = torch.device("cpu")
+        self.folder = folder
+
+    def allocate(self, nbytes: int) -> list[SymmetricMemory]:
+        """Reserve, map and unlink one file a rank; refused on all ranks if one can't be reserved or mapped."""
+        reservation = self._reserve(nbytes)
+        try:
+            reservations: list[_Reservation] = self.control.all_gather(reservation, "shared-memory files")
+            _refuse_if_any([peer.refusal for peer in reservations])
+            regions, refusal = _map_all(reservations)
+            _refuse_if_any(self.control.all_gather(refusal, "shared-memory maps"))
+        finally:
+            Path(reservation.path).unlink(missing_ok=True)
+        return [SymmetricMemory(self.control.rank, regions, address_table(regions))]
+
+    def close(self) -> None:
+        """Nothing to give back: the files have no name, and the maps end with their last tensor."""
+
+    def _reserve(self, nbytes: int) -> _Reservation:
+        path = self.folder / f"dcp_decode-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            return _Reservation(str(path), f"rank {self.control.rank}: {path}: {error.strerror}")
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            needed = self.size * nbytes / 2**20
+            room = os.statvfs(self.folder)
+            free = room.f_bavail * room.f_frsize / 2**20
+            return _Reservation(
+                str(path),
+                f"rank {self.control.rank}: {self.folder} has {free:.1f} MiB free but the {self.size} ranks' mailboxes "
+                f"need {needed:.1f} MiB ({error.strerror}); enlarge it (docker: --shm-size) or lower mailbox.capacity",
+            )
+        finally:
+            os.close(descriptor)
+        return _Reservation(str(path))
+
+
+def _map_all(reservations: list[_Reservation]) -> tuple[tuple[torch.Tensor, ...], str]:
+    regions = []
+    for peer, reservation in enumerate(reservations):
+        try:
+            with open(reservation.path, "r+b") as file:
+                # The tensor keeps the map alive through the buffer protocol.
+                regions.append(torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8))
+        except OSError as error:
+            return (), f"rank {peer}'s shared memory {reservation.path} can't be mapped: {error}"
+    return tuple(regions), ""
+
+
+def _refuse_if_any(refusals: list[str]) -> None:
+    first = next(filter(None, refusals), None)
+    if first is not None:
+        raise UnsupportedEnvironment(first)
