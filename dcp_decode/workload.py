@@ -31,6 +31,7 @@ an int32 `index_select` applies the byte table at 1.6 GB/s where int64 indexing 
 
 from __future__ import annotations
 
+from enum import IntEnum
 from statistics import NormalDist
 
 import torch
@@ -58,7 +59,18 @@ _SALT_STEP = 0x13198A2E03707345
 _HEAD_STEP = 0xA4093822299F31D1
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
-_KEY, _HEAVY, _QUERY, _PATTERN, _EPOCH, _NOISE = range(1, 7)
+
+
+class Purpose(IntEnum):
+    """What a stream of hashed words is for: one number each, so that no two uses share their randomness."""
+
+    KEY = 1
+    HEAVY = 2
+    QUERY = 3
+    PATTERN = 4
+    EPOCH = 5
+    NOISE = 6
+    ACCEPTANCE = 7
 
 
 class Workload:
@@ -79,7 +91,7 @@ class Workload:
         """E4M3 bytes (uint8 [n, 576], never NaN) of the keys at `positions`, `salts` (int64 [n])."""
         key_table, _ = self._device_tables(positions.device)
         pattern = self._pattern(layer, request, positions.device)
-        row_words = _token_words(self._stream(_KEY, layer, request), positions, salts)
+        row_words = _token_words(self._stream(Purpose.KEY, layer, request), positions, salts)
         heavy = self._heavy(layer, request, positions, salts)
         result = torch.empty((len(positions), numerics.ROW_BYTES), dtype=torch.uint8, device=positions.device)
         # A GPU is faster with few large launches, a CPU with words that never leave the cache.
@@ -114,7 +126,7 @@ class Workload:
         device = positions.device
         _, query_table = self._device_tables(device)
         pattern = self._pattern(layer, request, device)
-        token_words = _token_words(self._stream(_QUERY, layer, request), positions, salts)
+        token_words = _token_words(self._stream(Purpose.QUERY, layer, request), positions, salts)
         head_numbers = torch.tensor(list(heads), dtype=torch.int64, device=device)
         row_words = mix(token_words[:, None] + head_numbers * _signed(_HEAD_STEP))  # (n, heads)
         words = make_words(row_words.view(-1))  # (n * heads, 72)
@@ -139,9 +151,9 @@ class Workload:
         Multiples of 2**-8 below 2**8, computed in integers: the same on every rank and device, and ties occur.
         The caller passes only positions that the row may see (0 .. row_position).
         """
-        popularity = _token_words(self._stream(_HEAVY, layer, request), positions, salts)
-        epoch = self._stream(_EPOCH, layer, request, row_position // EPOCH_TOKENS)
-        row = self._stream(_NOISE, layer, request, row_position, row_salt)
+        popularity = _token_words(self._stream(Purpose.HEAVY, layer, request), positions, salts)
+        epoch = self._stream(Purpose.EPOCH, layer, request, row_position // EPOCH_TOKENS)
+        row = self._stream(Purpose.NOISE, layer, request, row_position, row_salt)
         # popularity is mixed already, so one multiply after the xor is enough; the top bits are the well mixed ones.
         active = (popularity ^ epoch).mul_(_signed(_MIX[0][1])) < 0
         active &= (popularity & HEAVY_MASK) == 0
@@ -155,19 +167,16 @@ class Workload:
 
     def _heavy(self, layer: int, request: int, positions: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
         """bool [n]: the keys that index scores may favour, and whose rows stand out."""
-        return (_token_words(self._stream(_HEAVY, layer, request), positions, salts) & HEAVY_MASK) == 0
+        return (_token_words(self._stream(Purpose.HEAVY, layer, request), positions, salts) & HEAVY_MASK) == 0
 
     def _pattern(self, layer: int, request: int, device: torch.device) -> torch.Tensor:
         """int64 [8]: the words of the first 64 columns that heavy keys and aligned queries share."""
-        stream = self._stream(_PATTERN, layer, request)
+        stream = self._stream(Purpose.PATTERN, layer, request)
         return make_words(torch.tensor([stream], dtype=torch.int64))[0, :PATTERN_WORDS].to(device)
 
-    def _stream(self, *names: int) -> int:
-        """Signed 64-bit start of the stream that (seed, names) select."""
-        state = _mix_integer(self.seed & _BITS)
-        for name in names:
-            state = _mix_integer((state + (name + 1) * _WORD_STEP) & _BITS)
-        return _signed(state)
+    def _stream(self, purpose: Purpose, *names: int) -> int:
+        """Signed 64-bit start of the stream of (seed, purpose, names)."""
+        return _signed(hashed_word(self.seed, purpose, *names))
 
     def _device_tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(uint8 [512] key bytes, bf16 [256] query values) on `device`, copied there once."""
@@ -175,6 +184,14 @@ class Workload:
             keys, values = self._tables[torch.device("cpu")]
             self._tables[device] = (keys.to(device), values.to(device))
         return self._tables[device]
+
+
+def hashed_word(seed: int, purpose: Purpose, *names: int) -> int:
+    """Uniform integer in 0 .. 2**64 - 1 that (seed, purpose, names) name; order counts."""
+    state = _mix_integer(seed & _BITS)
+    for name in (purpose, *names):
+        state = _mix_integer((state + (name + 1) * _WORD_STEP) & _BITS)
+    return state
 
 
 def normal_quantiles() -> torch.Tensor:
