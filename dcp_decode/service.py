@@ -14,7 +14,7 @@ schedule travels; `fingerprint()` is what ranks compare to prove that.
   would not fit an empty pool is refused when the service starts, by name and reason.
 * **Batch.** Each request brings draft_tokens + 1 rows: its last token and the drafts after it, at positions c, c + 1,
   ... of a context of c tokens; row j selects from positions 0 .. c + j. If more requests run than the batch has room
-  for, they rotate: those served go to the back, so between two turns of a request every other one has at most two.
+  for, they rotate: those served go to the back, so in the steps between two turns of a request no other one has two.
 * **Acceptance.** A hash of (seed, request, step, draft) decides whether each draft stands, up to the first that does
   not. The row's own token always stands, so a step keeps 1 .. draft_tokens + 1 tokens, never more than are left to
   `output_length`. The slots behind the kept tokens are written again by the next step, with another salt.
