@@ -1,0 +1,259 @@
+"""Every PTX instruction that the kernels use and CuTe DSL does not wrap as they need it, one function each.
+
+Addresses are integers: Int64 global (or peer) addresses, Int32 shared addresses; words are Uint32. `_instruction`
+marks an instruction volatile unless it is a pure function of registers, so that loads are neither merged nor moved.
+Plain Python (not traced by the DSL): callable from kernels and from each other, with DSL values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutlass import Float32, Int16, Int32, Int64, Uint16, Uint32, Uint64
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+_REGISTER = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l", Int16: "h", Uint16: "h"}
+
+
+@dsl_user_op
+def _instruction(
+    code: str, outputs: Sequence[type], inputs: Sequence[Any], pure: bool = False, *, loc: Any = None, ip: Any = None
+) -> Any:
+    """PTX text with $0.. = outputs then inputs; one output as a value, several as a list."""
+    operands = [Int32(value) if isinstance(value, int) else value for value in inputs]
+    constraints = [f"={_REGISTER[kind]}" for kind in outputs] + [_REGISTER[type(value)] for value in operands]
+    kinds = [kind.mlir_type for kind in outputs]
+    if not kinds:
+        result_type = None
+    elif len(kinds) == 1:
+        result_type = kinds[0]
+    else:
+        result_type = ir.Type.parse(f"!llvm.struct<({', '.join(map(str, kinds))})>")
+    result = llvm.inline_asm(
+        result_type,
+        [value.ir_value(loc=loc, ip=ip) for value in operands],
+        code,
+        ",".join(constraints),
+        has_side_effects=not pure,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    if not kinds:
+        return None
+    if len(kinds) == 1:
+        return outputs[0](result)
+    return [
+        kind(llvm.extractvalue(kind.mlir_type, result, [index], loc=loc, ip=ip)) for index, kind in enumerate(outputs)
+    ]
+
+
+def _vector(first: int, count: int) -> str:
+    names = ",".join(f"${first + index}" for index in range(count))
+    return f"{{{names}}}" if count > 1 else names
+
+
+_VECTOR_SUFFIX = {1: "", 2: ".v2", 4: ".v4"}
+
+
+# Global memory -------------------------------------------------------------------------------------------------------
+
+
+def load_global_int32(address: Any) -> Any:
+    """ld.global.b32: an int32 that no other stage writes while this grid runs."""
+    return _instruction("ld.global.b32 $0, [$1];", [Int32], [address])
+
+
+def load_global_int64(address: Any) -> Any:
+    """ld.global.b64: a peer base address of the table."""
+    return _instruction("ld.global.b64 $0, [$1];", [Int64], [address])
+
+
+def load_words_system(address: Any) -> list[Any]:
+    """ld.relaxed.sys.v4.b32: four mailbox words; each may be old or new on its own."""
+    return _instruction("ld.relaxed.sys.global.v4.b32 {$0,$1,$2,$3}, [$4];", [Uint32] * 4, [address])
+
+
+def load_word_system(address: Any) -> Any:
+    """ld.relaxed.sys.b32: one mailbox or control word."""
+    return _instruction("ld.relaxed.sys.global.b32 $0, [$1];", [Uint32], [address])
+
+
+def store_words_system(address: Any, words: Sequence[Any]) -> None:
+    """st.relaxed.sys.v4.b32: four mailbox words (16-byte aligned)."""
+    _instruction("st.relaxed.sys.global.v4.b32 [$0], {$1,$2,$3,$4};", [], [address, *words])
+
+
+def store_word_system(address: Any, word: Any) -> None:
+    """st.relaxed.sys.b32: one mailbox word."""
+    _instruction("st.relaxed.sys.global.b32 [$0], $1;", [], [address, word])
+
+
+def store_global(address: Any, words: Sequence[Any]) -> None:
+    """st.global[.v2/.v4].b32: an ordinary output of this rank."""
+    count = len(words)
+    _instruction(f"st.global{_VECTOR_SUFFIX[count]}.b32 [$0], {_vector(1, count)};", [], [address, *words])
+
+
+# Shared memory and clusters ------------------------------------------------------------------------------------------
+
+
+def load_shared(address: Any, count: int, kind: type = Float32) -> list[Any]:
+    """ld.shared[.v2/.v4].b32: `count` adjacent words."""
+    values = _instruction(
+        f"ld.shared{_VECTOR_SUFFIX[count]}.b32 {_vector(0, count)}, [${count}];", [kind] * count, [address]
+    )
+    return [values] if count == 1 else values
+
+
+def store_shared(address: Any, values: Sequence[Any]) -> None:
+    """st.shared[.v2/.v4].b32: adjacent words."""
+    count = len(values)
+    _instruction(f"st.shared{_VECTOR_SUFFIX[count]}.b32 [$0], {_vector(1, count)};", [], [address, *values])
+
+
+def store_shared_half(address: Any, half: Any) -> None:
+    """st.shared.b16: two bytes."""
+    _instruction("st.shared.b16 [$0], $1;", [], [address, half])
+
+
+def load_matrices(address: Any, count: int, transposed: bool = False) -> list[Any]:
+    """ldmatrix.x1/x2/x4 [.trans]: `count` 8 x 8 matrices of 16-bit elements, one row address a lane."""
+    suffix = ".trans" if transposed else ""
+    values = _instruction(
+        f"ldmatrix.sync.aligned.m8n8.x{count}{suffix}.shared.b16 {_braced(count)}, [${count}];",
+        [Uint32] * count,
+        [address],
+    )
+    return [values] if count == 1 else values
+
+
+def _braced(count: int) -> str:
+    return "{" + ",".join(f"${index}" for index in range(count)) + "}"
+
+
+def map_shared(address: Any, cta: Any) -> Any:
+    """mapa.shared::cluster: the address of the same shared byte in another CTA of the cluster."""
+    return _instruction("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], [address, cta], pure=True)
+
+
+def store_async(address: Any, values: Sequence[Any], barrier: Any) -> None:
+    """st.async.v2/.v4: words into a peer CTA's shared memory, counted as bytes by that CTA's mbarrier."""
+    count = len(values)
+    _instruction(
+        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{count}.b32 [$0], {_vector(2, count)}, [$1];",
+        [],
+        [address, barrier, *values],
+    )
+
+
+def bulk_load(destination: Any, source: Any, count_bytes: int, barrier: Any) -> None:
+    """cp.async.bulk global to own shared memory: 16-byte aligned, counted as bytes by an mbarrier of this CTA."""
+    _instruction(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        [],
+        [destination, source, count_bytes, barrier],
+    )
+
+
+def bulk_send(destination: Any, source: Any, count_bytes: int, barrier: Any) -> None:
+    """cp.async.bulk own shared memory to a peer CTA's, counted as bytes by the peer's mbarrier."""
+    _instruction(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        [],
+        [destination, source, count_bytes, barrier],
+    )
+
+
+def fence_async_shared() -> None:
+    """fence.proxy.async: this thread's shared stores become visible to bulk copies."""
+    _instruction("fence.proxy.async.shared::cta;", [], [])
+
+
+# Registers -----------------------------------------------------------------------------------------------------------
+
+
+def minimum_int32(left: Any, right: Any) -> Any:
+    """min.s32."""
+    return _instruction("min.s32 $0, $1, $2;", [Int32], [left, right], pure=True)
+
+
+def maximum_int32(left: Any, right: Any) -> Any:
+    """max.s32."""
+    return _instruction("max.s32 $0, $1, $2;", [Int32], [left, right], pure=True)
+
+
+def maximum(left: Any, right: Any) -> Any:
+    """max.f32: the other operand where one is NaN."""
+    return _instruction("max.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
+
+
+def warp_maximum(value: Any) -> Any:
+    """Largest FP32 of a warp by redux.sync on order-preserving integers (sm_90 has no FP32 redux); NaNs are unordered."""
+    flip = "{\n.reg .s32 s;\nshr.s32 s, $1, 31;\nand.b32 s, s, 0x7fffffff;\nxor.b32 $0, $1, s;\n}"
+    ordered = _instruction(flip, [Uint32], [float_bits(value)], pure=True)
+    largest = _instruction("redux.sync.max.s32 $0, $1, 0xffffffff;", [Uint32], [ordered])
+    return bits_float(_instruction(flip, [Uint32], [largest], pure=True))
+
+
+def exp2(value: Any) -> Any:
+    """ex2.approx.ftz.f32."""
+    return _instruction("ex2.approx.ftz.f32 $0, $1;", [Float32], [value], pure=True)
+
+
+def log2(value: Any) -> Any:
+    """lg2.approx.f32."""
+    return _instruction("lg2.approx.f32 $0, $1;", [Float32], [value], pure=True)
+
+
+def divide(numerator: Any, denominator: Any) -> Any:
+    """div.rn.f32: correctly rounded."""
+    return _instruction("div.rn.f32 $0, $1, $2;", [Float32], [numerator, denominator], pure=True)
+
+
+def float_bits(value: Any) -> Any:
+    """The bits of an FP32."""
+    return _instruction("mov.b32 $0, $1;", [Uint32], [value], pure=True)
+
+
+def bits_float(word: Any) -> Any:
+    """The FP32 of these bits."""
+    return _instruction("mov.b32 $0, $1;", [Float32], [word], pure=True)
+
+
+def permute_bytes(low: Any, high: Any, selector: int) -> Any:
+    """prmt.b32: four of the eight bytes (low = 0..3, high = 4..7), one selector nibble a byte."""
+    return _instruction(f"prmt.b32 $0, $1, $2, {selector:#x};", [Uint32], [low, high], pure=True)
+
+
+def e4m3_pair(low: Any, high: Any) -> Any:
+    """cvt.rn.satfinite.e4m3x2.f32: two bytes, `low` in the low one; NaN becomes 0x7F."""
+    return _instruction("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", [Int16], [low, high], pure=True)
+
+
+def e4m3_to_f16(word: Any) -> list[Any]:
+    """Two cvt.rn.f16x2.e4m3x2: four E4M3 bytes as two f16x2 words (exact), low bytes first."""
+    code = (
+        "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $2;\n"
+        "cvt.rn.f16x2.e4m3x2 $0, low;\ncvt.rn.f16x2.e4m3x2 $1, high;\n}"
+    )
+    return _instruction(code, [Uint32, Uint32], [word], pure=True)
+
+
+def bf16_pair(low: Any, high: Any) -> Any:
+    """cvt.rn.bf16x2.f32: two BF16, `low` in the low half."""
+    return _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", [Uint32], [low, high], pure=True)
+
+
+def mma_f16(left: Sequence[Any], right: Sequence[Any], accumulator: Sequence[Any]) -> list[Any]:
+    """mma.m16n8k16 f16 x f16 + FP32: `left` 4 words (16 x 16), `right` 2 words (16 x 8), `accumulator` 4 FP32."""
+    return _instruction(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        [Float32] * 4,
+        [*left, *right, *accumulator],
+        pure=True,
+    )
