@@ -97,7 +97,7 @@ class CpuStages:
         self._finish(after)
         use, generation = self._use(Stage.MERGE)
         lse_words = self._lse[self.rank][generation, :, :batch]
-        lse = self.arrival.snapshot(lse_words, Stage.MERGE, use, lambda index: (*index, 0)).view(torch.float32)
+        lse = self.arrival.snapshot(lse_words, Stage.MERGE, use, _locate_lse).view(torch.float32)
         lse_words.fill_(numerics.ARMED_WORD)
 
         full = lse[:, :, 0] != numerics.EMPTY_LSE  # (D, B): a source is empty for all heads of a row or for none
@@ -148,3 +148,8 @@ class CpuStages:
 def _locate_payload(index: tuple[int, ...]) -> tuple[int, int, int, int]:
     source, row, head, word = index
     return source, row, head, word
+
+
+def _locate_lse(index: tuple[int, ...]) -> tuple[int, int, int, int]:
+    source, row, head = index
+    return source, row, head, 0

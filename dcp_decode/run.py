@@ -1,0 +1,287 @@
+"""The main job on one rank: serve the requests of a trace as verify steps, and check them.
+
+    agree -> open fabric, arm -> needle -> [ plan -> prefill -> layers -> verify -> complete ] ... -> gather
+
+Every rank plans for itself (`service.py` is replicated); ranks meet only in the mailboxes, and in a control-plane
+barrier after host work of unbounded length (prefill, verification), so that a mailbox deadline measures the exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+needle = None
+from dcp_decode.cache import FlatCache, PagePool
+from dcp_decode.config import RunConfig
+from dcp_decode.control.plane import ControlPlane
+from dcp_decode.cpu.stages import CpuStages
+from dcp_decode.errors import ConfigError, UnsupportedEnvironment
+from dcp_decode.fabric.loopback import LoopbackFabric
+from dcp_decode.fabric.memory import Fabric
+from dcp_decode.fabric.shm import ShmFabric
+from dcp_decode.mailbox import Mailbox, MailboxLayout
+from dcp_decode.service import Service, ServiceSettings, StepPlan
+from dcp_decode.step import Batch, BeforeStage, LayerRun, RankState, verify_layer
+from dcp_decode.topk import check_row_range
+from dcp_decode.trace import TraceRequest, read_trace, synthetic_requests
+from dcp_decode.verification import Verifier, WorstRow
+from dcp_decode.workload import Workload
+
+FAMILY = "seed"
+TIMED = ("query_push", "sparse_decode", "merge", "chain")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, for whoever shows it."""
+
+    requests: dict[str, int]
+    steps: int
+    tokens: int
+    worst: WorstRow
+
+
+@dataclass
+class RankSummary:
+    """What one (virtual) rank brings to the run's summary.
+
+    digests: SHA-256 of each (step, layer)'s real rows. seconds: per (step, layer), one entry a TIMED stage.
+    keys: histogram over (step, layer, row) of the keys the rank held, index = count.
+    """
+
+    rank: int
+    keys: np.ndarray
+    digests: list[bytes] = field(default_factory=list)
+    seconds: list[tuple[float, ...]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A whole run, the same on every rank. Times in seconds per (step, layer), the maximum over ranks."""
+
+    fabric: str
+    route: str
+    family: str
+    device: str
+    ranks: int
+    process_ids: list[int]
+    requests: dict[str, int]
+    refusals: list[str]
+    steps: int
+    tokens: int
+    acceptance: list[int]
+    verified: bool | None
+    checked_steps: int
+    worst: WorstRow
+    digest: str
+    keys_a_row: dict[str, int]
+    stage_seconds: dict[str, np.ndarray]
+
+
+def run_rank(
+    config: RunConfig,
+    control: ControlPlane,
+    on_progress: Callable[[Progress], None] | None = None,
+    before_stage: BeforeStage | None = None,
+) -> RunSummary:
+    """Everything one process does in a run; collective over the control plane.
+
+    on_progress: called after every step. before_stage: fault injection, see `step.verify_layer`. Raises ConfigError or
+    UnsupportedEnvironment (nothing ran), WrongResult, MailboxTimeout, RankDied or ControlTimeout.
+    """
+    torch.set_num_threads(1)  # eight ranks share a machine, and one thread gives the same bits everywhere
+    agree(control, "config", config.model_dump(mode="json"))
+    requests = _requests(config)
+    agree(control, "trace", {"requests": [repr(request) for request in requests]})
+    with _open_fabric(config, control) as fabric:
+        return Run(config, control, fabric, requests, before_stage).complete(on_progress)
+
+
+def agree(control: ControlPlane, what: str, values: dict) -> None:
+    """Refuse, on every rank alike, if a value differs between ranks: names the key, the values and their ranks."""
+    everyone = control.all_gather(_flatten(values), f"agreement on {what}")
+    for key in sorted(set().union(*everyone)):
+        given = [ours.get(key) for ours in everyone]
+        if any(value != given[0] for value in given):
+            other = next(rank for rank, value in enumerate(given) if value != given[0])
+            raise ConfigError(key, given[other], f"on rank {other} must equal rank 0's {given[0]!r}")
+
+
+def _flatten(values: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _requests(config: RunConfig) -> list[TraceRequest]:
+    workload = config.workload
+    if workload.synthetic is not None:
+        synthetic = workload.synthetic
+        count = min(synthetic.requests, workload.requests)
+        return synthetic_requests(
+            count, synthetic.input_length, synthetic.output_length, synthetic.interval_milliseconds
+        )
+    assert workload.trace is not None  # load_config gives one of the two
+    return list(read_trace(workload.trace, workload.requests))
+
+
+@contextlib.contextmanager
+def _open_fabric(config: RunConfig, control: ControlPlane) -> Iterator[Fabric]:
+    """The fabric that the config names, or for `auto` the one that fits the number of processes."""
+    name, device = config.parallel.fabric, config.parallel.device
+    if device == "cuda" or name in ("nvshmem", "symm_mem"):
+        raise UnsupportedEnvironment(f"parallel.device = {device!r}, parallel.fabric = {name!r}: only CPU yet")
+    if name == "auto":
+        name = "loopback" if control.size == 1 else "shm"
+    fabric: Fabric = LoopbackFabric(config.parallel.dcp) if name == "loopback" else ShmFabric(control)
+    try:
+        yield fabric
+    finally:
+        fabric.close()
+
+
+class Run:
+    """State of a run in one process: its local ranks, the replicated service, and what was measured."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        control: ControlPlane,
+        fabric: Fabric,
+        requests: list[TraceRequest],
+        before_stage: BeforeStage | None,
+    ) -> None:
+        self.config = config
+        self.control = control
+        self.fabric = fabric
+        self.before_stage = before_stage
+        self.geometry = config.geometry()
+        self.layers = config.model.layers
+        self.workload = Workload(config.workload.seed, self.geometry)
+        self.verifier = Verifier(self.geometry, self.workload, FAMILY)
+        self.checked_steps = 0
+        self.ranks = self._ranks()
+        self.summaries = [
+            RankSummary(state.rank, np.zeros(self.geometry.topk + 1, dtype=np.int64)) for state in self.ranks
+        ]
+        settings = ServiceSettings(
+            draft_tokens=config.service.draft_tokens,
+            acceptance=config.service.acceptance,
+            step_milliseconds=config.service.step_milliseconds,
+            seed=config.workload.seed,
+            max_steps=config.service.max_steps,
+        )
+        self.service = Service(requests, settings, self.geometry, PagePool(config.cache.pages))
+
+    def complete(self, on_progress: Callable[[Progress], None] | None) -> RunSummary:
+        """Drain the service (or stop at max_steps), then gather what all ranks measured."""
+        if self.config.verify.mode != "off":
+            needle.check_group([state.stages for state in self.ranks], self.geometry, self.config.parallel.route)
+            self.control.barrier("needle test")
+        while (plan := self.service.next_step()) is not None:
+            self._step(plan)
+            if on_progress is not None:
+                on_progress(self._progress())
+        return self._gather()
+
+    def _ranks(self) -> list[RankState]:
+        pages = self.config.cache.pages
+        if not check_row_range(pages, self.geometry):
+            raise ConfigError(
+                "cache.pages",
+                pages,
+                "pages * page_stride_rows flat rows must be numbered in 31 bits; fewer are allowed",
+            )
+        layout = MailboxLayout(self.geometry)
+        states = []
+        for memory in self.fabric.allocate(layout.nbytes):
+            mailbox = Mailbox(layout, memory)
+            mailbox.arm()
+            stages = CpuStages(mailbox, self.config.mailbox.deadline_seconds, self.control.dead_peers)
+            states.append(RankState(self.geometry, self.workload, FlatCache(self.layers, pages, self.geometry), stages))
+        self.control.barrier("mailboxes armed")
+        return states
+
+    def _step(self, plan: StepPlan) -> None:
+        for index in plan.prefills:
+            for layer in range(self.layers):
+                for state in self.ranks:
+                    state.prefill(layer, self.service.request(index))
+        if plan.prefills:
+            self.control.barrier(f"prefill of step {plan.index}")
+        batch = Batch(plan.rows, {row.request: self.service.request(row.request) for row in plan.rows})
+        checked = self._is_checked(plan.index)
+        layers: list[LayerRun] = []
+        for layer in range(self.layers):
+            runs = verify_layer(self.ranks, layer, batch, self.config.parallel.route, self.before_stage)
+            for summary, run in zip(self.summaries, runs, strict=True):
+                _account(summary, run)
+            if checked:
+                layers += runs
+        if checked:
+            for run in layers:
+                self.verifier.check(plan.index, run)
+            self.checked_steps += 1
+            self.control.barrier(f"verification of step {plan.index}")
+        self.service.complete(plan)
+
+    def _is_checked(self, step: int) -> bool:
+        verify = self.config.verify
+        return verify.mode == "every" or (verify.mode == "sample" and step % verify.period == 0)
+
+    def _progress(self) -> Progress:
+        return Progress(self.service.counts(), self.service.steps, self.service.tokens, self.verifier.worst)
+
+    def _gather(self) -> RunSummary:
+        agree(self.control, "the schedule", {"service state": self.service.fingerprint()})
+        everyone = self.control.all_gather((self.summaries, self.verifier.worst), "summaries")
+        summaries = sorted((one for many, _ in everyone for one in many), key=lambda summary: summary.rank)
+        seconds = np.array([summary.seconds for summary in summaries]).max(axis=0)  # (iterations, stages)
+        keys = np.repeat(np.arange(self.geometry.topk + 1), sum(summary.keys for summary in summaries))
+        return RunSummary(
+            fabric=self.fabric.name,
+            route=self.config.parallel.route,
+            family=FAMILY,
+            device=str(self.fabric.device),
+            ranks=self.geometry.dcp,
+            process_ids=[peer.process_id for peer in self.control.peers],
+            requests=self.service.counts(),
+            refusals=list(self.service.refusals.values()),
+            steps=self.service.steps,
+            tokens=self.service.tokens,
+            acceptance=list(self.service.acceptance),
+            verified=True if self.checked_steps else None,
+            checked_steps=self.checked_steps,
+            worst=max((worst for _, worst in everyone), key=lambda worst: worst.share),
+            digest=run_digest(summaries),
+            keys_a_row={"min": int(keys.min()), "median": int(np.median(keys)), "max": int(keys.max())},
+            stage_seconds={name: seconds[:, column] for column, name in enumerate(TIMED)},
+        )
+
+
+def _account(summary: RankSummary, run: LayerRun) -> None:
+    summary.digests.append(hashlib.sha256(run.merged.contiguous().view(torch.uint8).numpy().tobytes()).digest())
+    summary.keys += np.bincount(run.selection.valid.numpy(), minlength=len(summary.keys))
+    decode = run.seconds.get("sparse_decode_push", 0.0) + run.seconds.get("sparse_decode_local", 0.0)
+    merge = run.seconds.get("value_push", 0.0) + run.seconds["merge"]
+    push = run.seconds["query_push"]
+    summary.seconds.append((push, decode, merge, push + decode + merge))
+
+
+def run_digest(summaries: list[RankSummary]) -> str:
+    """SHA-256 over the digests in (step, layer, rank) order."""
+    whole = hashlib.sha256()
+    for iteration in zip(*(summary.digests for summary in summaries), strict=True):
+        for digest in iteration:
+            whole.update(digest)
+    return whole.hexdigest()

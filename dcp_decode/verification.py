@@ -1,0 +1,112 @@
+"""Checks a layer's merged rows of one rank against the oracle, from nothing but the workload's integers.
+
+Everything is made again: keys and queries from the generator, the selection by brute force over all scores. The
+caches, the page tables, the top-k exchange, the mailboxes and the stages all stand between that and the merged rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dcp_decode import cache, numerics, oracle, topk
+from dcp_decode.errors import WrongResult
+from dcp_decode.geometry import Geometry
+from dcp_decode.service import VerifyRow
+from dcp_decode.step import Batch, LayerRun, own_heads
+from dcp_decode.workload import Workload
+
+# Rows checked at once: the oracle's FP64 intermediates stay below about 200 MB at 2048 keys a row.
+ROWS_AT_ONCE = 5
+
+
+@dataclass
+class WorstRow:
+    """The (row, head) closest to its bound so far: relative error against the oracle, its bound, and where."""
+
+    error: float = 0.0
+    bound: float = 0.0
+    place: str = ""
+
+    @property
+    def share(self) -> float:
+        """Error over bound; 0 before anything was checked."""
+        return self.error / self.bound if self.bound else 0.0
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What one row attends to: key bytes uint8 [K, 576], source int64 [K] (-1 absent), own positions int64, sorted."""
+
+    keys: torch.Tensor
+    source: torch.Tensor
+    own_positions: torch.Tensor
+
+
+class Verifier:
+    """The oracle's side of one run. Raises WrongResult, naming step, layer, rank, row and head."""
+
+    def __init__(self, geometry: Geometry, workload: Workload, family: str) -> None:
+        self.geometry = geometry
+        self.workload = workload
+        self.family = family
+        self.worst = WorstRow()
+
+    def check(self, step: int, run: LayerRun) -> None:
+        """Check every row of one rank's layer: its share of the selection exactly, its merged rows by their bounds."""
+        rank = run.state.rank
+        for start in range(0, len(run.batch.rows), ROWS_AT_ONCE):
+            rows = run.batch.rows[start : start + ROWS_AT_ONCE]
+            place = f"step {step}, layer {run.layer}, rank {rank}, rows from {start}"
+            expected = [self._expected(run.layer, row, run.batch, rank) for row in rows]
+            for index, (row, one) in enumerate(zip(rows, expected, strict=True), start):
+                self._check_selection(f"step {step}, layer {run.layer}, rank {rank}, row {index}", row, one, run)
+            verdict = oracle.verify_rows(
+                run.merged[start : start + len(rows)],
+                self._query_bytes(run.layer, rows, rank),
+                torch.stack([one.keys for one in expected]),
+                torch.stack([one.source for one in expected]),
+                self.geometry,
+                self.family,
+            )
+            verdict.require(place)
+            worst = verdict.worst
+            candidate = WorstRow(
+                worst.error, worst.bound, f"step {step}, layer {run.layer}, rank {rank}, row {start + worst.row}"
+            )
+            if candidate.share > self.worst.share:
+                self.worst = candidate
+
+    def _expected(self, layer: int, row: VerifyRow, batch: Batch, rank: int) -> _Expected:
+        width = self.geometry.topk
+        request = batch.requests[row.request]
+        visible = torch.arange(row.position + 1)
+        scores = self.workload.index_scores(
+            layer, row.request, row.position, row.salt, visible, request.salts[: row.position + 1]
+        )
+        positions = topk.global_topk(scores, width)
+        owners = cache.owner(positions, self.geometry)
+        keys = torch.zeros(width, numerics.ROW_BYTES, dtype=torch.uint8)
+        keys[: len(positions)] = self.workload.key_bytes(layer, row.request, positions, request.salts[positions])
+        source = torch.full((width,), -1, dtype=torch.int64)
+        source[: len(positions)] = owners
+        return _Expected(keys, source, positions[owners == rank])
+
+    def _check_selection(self, place: str, row: VerifyRow, expected: _Expected, run: LayerRun) -> None:
+        index = run.batch.rows.index(row)
+        selected = run.selection.positions[index]
+        count = int(run.selection.valid[index])
+        if not torch.equal(selected[:count], expected.own_positions):
+            raise WrongResult(
+                f"{place}: the selection of {count} own positions differs from the exact top-k's "
+                f"{len(expected.own_positions)}"
+            )
+
+    def _query_bytes(self, layer: int, rows: tuple[VerifyRow, ...], rank: int) -> torch.Tensor:
+        heads = own_heads(rank, self.geometry)
+        made = [
+            self.workload.queries(layer, row.request, torch.tensor([row.position]), torch.tensor([row.salt]), heads)
+            for row in rows
+        ]
+        return numerics.quantize_e4m3(torch.cat(made), self.geometry.q_scale)
