@@ -99,6 +99,26 @@ def store_global(address: Any, words: Sequence[Any]) -> None:
     _instruction(f"st.global{_VECTOR_SUFFIX[count]}.b32 [$0], {_vector(1, count)};", [], [address, *words])
 
 
+def store_global_int64(address: Any, value: Any) -> None:
+    """st.relaxed.sys.b64: one field of a record that the host reads."""
+    _instruction("st.relaxed.sys.global.b64 [$0], $1;", [], [address, value])
+
+
+def add_global(address: Any, value: Any) -> None:
+    """red.relaxed.gpu.add.u32: a use counter of this device."""
+    _instruction("red.relaxed.gpu.global.add.u32 [$0], $1;", [], [address, value])
+
+
+def exchange_once(address: Any) -> Any:
+    """atom.cas.sys 0 -> 1: the old word, 0 for the one thread that set it."""
+    return _instruction("atom.relaxed.sys.global.cas.b32 $0, [$1], 0, 1;", [Uint32], [address])
+
+
+def global_nanoseconds() -> Any:
+    """%globaltimer: nanoseconds, coarse; for deadlines only."""
+    return _instruction("mov.u64 $0, %globaltimer;", [Int64], [])
+
+
 # Shared memory and clusters ------------------------------------------------------------------------------------------
 
 
@@ -193,7 +213,10 @@ def maximum(left: Any, right: Any) -> Any:
 
 
 def warp_maximum(value: Any) -> Any:
-    """Largest FP32 of a warp by redux.sync on order-preserving integers (sm_90 has no FP32 redux); NaNs are unordered."""
+    """redux.sync.max.s32 on order-preserving integers: the largest FP32 of a warp (sm_90 has no FP32 redux).
+
+    A NaN counts as larger than +inf or smaller than -inf, by its sign.
+    """
     flip = "{\n.reg .s32 s;\nshr.s32 s, $1, 31;\nand.b32 s, s, 0x7fffffff;\nxor.b32 $0, $1, s;\n}"
     ordered = _instruction(flip, [Uint32], [float_bits(value)], pure=True)
     largest = _instruction("redux.sync.max.s32 $0, $1, 0xffffffff;", [Uint32], [ordered])
@@ -211,8 +234,8 @@ def log2(value: Any) -> Any:
 
 
 def divide(numerator: Any, denominator: Any) -> Any:
-    """div.rn.f32: correctly rounded."""
-    return _instruction("div.rn.f32 $0, $1, $2;", [Float32], [numerator, denominator], pure=True)
+    """div.full.f32: within 2 units in the last place, subnormals kept, no slow path."""
+    return _instruction("div.full.f32 $0, $1, $2;", [Float32], [numerator, denominator], pure=True)
 
 
 def float_bits(value: Any) -> Any:

@@ -1,0 +1,110 @@
+"""Bounded device waits on mailbox words, use counters, and the record of the first wait that expired.
+
+A wait has a fast path (the caller's first load already holds every word: a few compares) and a slow path that re-polls
+with system-scope relaxed loads until all words have arrived, the sticky abort word is set, or the deadline passes. The
+first thread whose wait expires sets the abort word by compare-and-swap and alone writes the record.
+
+Preconditions: all threads that call `wait_words` execute `fence.acq_rel.sys` after their last wait and before exit; the
+words are used from the registers that were checked.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from dcp_decode import numerics
+from dcp_decode.kernels import ptx
+from dcp_decode.mailbox import ABORT_OFFSET, RECORD_FIELDS, RECORD_OFFSET, MailboxLayout, Stage
+
+ARMED = numerics.ARMED_WORD & 0xFFFFFFFF
+
+
+@cute.jit
+def read_use(region: Int64, stage: cutlass.Constexpr) -> Int32:
+    """This use's number from the stage's own counter (the next stage increments it)."""
+    return ptx.load_global_int32(region + MailboxLayout.use_counter_offset(Stage(stage)))
+
+
+@cute.jit
+def advance_use(region: Int64, stage: cutlass.Constexpr) -> None:
+    """Increment an earlier stage's counter: one thread of the grid, after its dependency wait."""
+    ptx.add_global(region + MailboxLayout.use_counter_offset(Stage(stage)), Int32(1))
+
+
+@cute.jit
+def wait_words(
+    words: cute.Tensor,
+    address: Int64,
+    region: Int64,
+    rank: Int32,
+    use: Int32,
+    deadline: Int64,
+    stage: cutlass.Constexpr,
+    source_rank: Int32,
+    row: Int32,
+    head: Int32,
+    first_word: Int32,
+) -> Int32:
+    """Wait until the four words at `address` have arrived in `words`; 1 when aborted or expired, else 0.
+
+    words: Uint32 [4] registers, in: the first load, out: what arrived. region: own region (abort word, record).
+    deadline: nanoseconds. The remaining fields name the wait in the record.
+    """
+    aborted = Int32(0)
+    armed = Uint32(ARMED)
+    if (words[0] == armed) | (words[1] == armed) | (words[2] == armed) | (words[3] == armed):
+        begin = ptx.global_nanoseconds()
+        waiting = Int32(1)
+        while waiting != 0:
+            fresh = ptx.load_words_system(address)
+            for element in cutlass.range_constexpr(4):
+                words[element] = fresh[element]
+            if (words[0] != armed) & (words[1] != armed) & (words[2] != armed) & (words[3] != armed):
+                waiting = Int32(0)
+            else:
+                elapsed = ptx.global_nanoseconds() - begin
+                if ptx.load_word_system(region + ABORT_OFFSET) != Uint32(0):
+                    waiting = Int32(0)
+                    aborted = Int32(1)
+                elif elapsed > deadline:
+                    waiting = Int32(0)
+                    aborted = Int32(1)
+                    missing = Int32(0)
+                    for element in cutlass.range_constexpr(4):
+                        if words[3 - element] == armed:
+                            missing = Int32(3 - element)
+                    record_expiry(region, rank, use, stage, source_rank, row, head, first_word + missing, elapsed)
+    return aborted
+
+
+@cute.jit
+def record_expiry(
+    region: Int64,
+    rank: Int32,
+    use: Int32,
+    stage: cutlass.Constexpr,
+    source_rank: Int32,
+    row: Int32,
+    head: Int32,
+    word: Int32,
+    elapsed: Int64,
+) -> None:
+    """Set the sticky abort word; the thread that set it writes the record (the word seen was armed)."""
+    if ptx.exchange_once(region + ABORT_OFFSET) == Uint32(0):
+        x, y, z = cute.arch.block_idx()
+        columns, lines, _ = cute.arch.grid_dim()
+        values = {
+            "stage": Int32(stage),
+            "waiting_rank": rank,
+            "source_rank": source_rank,
+            "row": row,
+            "head": head,
+            "word": word,
+            "use": use,
+            "value_seen": Int32(numerics.ARMED_WORD),
+            "cta": (z * lines + y) * columns + x,
+            "nanoseconds": elapsed,
+        }
+        for index in cutlass.range_constexpr(len(RECORD_FIELDS)):
+            ptx.store_global_int64(region + (RECORD_OFFSET + 8 * index), Int64(values[RECORD_FIELDS[index]]))
