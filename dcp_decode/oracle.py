@@ -45,12 +45,21 @@ from typing import Literal
 
 import torch
 
-from dcp_decode.errors import ConfigError, WrongResult
+from dcp_decode.errors import ConfigError
 from dcp_decode.geometry import Geometry
-from dcp_decode.numerics import BF16_NAN, E4M3_MAX, LATENT_DIM, LN_2, LOG2_E, ROW_BYTES
+from dcp_decode.numerics import E4M3_MAX, LATENT_DIM, LN_2, LOG2_E, ROW_BYTES
+from dcp_decode.rounding import (
+    ACCUMULATOR_UNIT,
+    Encoded,
+    bf16_spacing,
+    count_score_error,
+    loose_score_error,
+    round_bf16,
+    round_e4m3,
+)
+from dcp_decode.verdict import Verdict, judge
 
 FP32_UNIT = 2.0**-24  # unit roundoff
-ACCUMULATOR_UNIT = 2.0**-22  # grid of an accumulation relative to its largest operand's power of two
 EXP2_LOG2_ERROR = 2.0**-22 * LOG2_E  # 2 units in the last place, as an error of the exponent
 LOG2_ERROR = 2.0**-19  # log2(total / 448) <= 11 at 2 units in the last place
 SMALLEST_NORMAL = 2.0**-126  # where the GPU may flush to zero
@@ -139,46 +148,6 @@ class Merged:
     empty: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Worst:
-    """The (row, head) whose error against the oracle comes nearest to its bound, or exceeds it most."""
-
-    row: int
-    head: int
-    error: float
-    bound: float
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Relative errors and bounds [R, H] (FP64), `column_use` = max over columns of error / slack, `passed` [R, H]."""
-
-    error_oracle: torch.Tensor
-    bound_oracle: torch.Tensor
-    error_twin: torch.Tensor
-    bound_twin: torch.Tensor
-    column_use: torch.Tensor
-    passed: torch.Tensor
-    problem: str
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.passed.all())
-
-    @property
-    def worst(self) -> Worst:
-        """Largest error / bound against the oracle; a failed (row, head) comes before any that passed."""
-        use = torch.where(self.bound_oracle > 0, self.error_oracle / self.bound_oracle, self.error_oracle)
-        use = torch.where(self.passed, use.nan_to_num(nan=0.0), torch.inf)
-        row, head = divmod(int(use.flatten().argmax()), use.shape[1])
-        return Worst(row, head, float(self.error_oracle[row, head]), float(self.bound_oracle[row, head]))
-
-    def require(self, label: str) -> None:
-        """Raise WrongResult, prefixed by `label`, unless every (row, head) passed."""
-        if not self.ok:
-            raise WrongResult(f"{label}: {self.problem}")
-
-
 def source_partial(
     query_bytes: torch.Tensor,
     key_bytes: torch.Tensor,
@@ -206,27 +175,27 @@ def source_partial(
         lse = torch.full_like(flat, -torch.inf)
         return Partial(zeros, lse, zeros, lse, zeros, flat, poisoned, empty)
     factor = geometry.scale_log2
-    queries, keys = _Encoded.read(query_bytes), _Encoded.read(key_bytes)
+    queries, keys = Encoded.read(query_bytes), Encoded.read(key_bytes)
     scores = queries.values @ keys.values.mT  # (R, H, L), exact
     logits = (scores * factor).masked_fill_(~present[:, None], -torch.inf)
     running = family.chunk_max(logits, -torch.inf)
     anchor = family.per_key(running, length)
     row_max = torch.where(empty[:, None], 0.0, logits.amax(-1))[..., None]
-    delta = _loose_score_error(scores, queries, keys)
+    delta = loose_score_error(scores, queries, keys)
     rounding = FP32_UNIT * (logits.abs() + (logits - anchor).abs() + 2 * anchor.abs() + row_max.abs() + 4 * 9.0)
     rounding = torch.where(present[:, None], rounding, 0.0) + 2 * EXP2_LOG2_ERROR
     probability = (E4M3_MAX * torch.exp2(logits - anchor)).nan_to_num_(nan=0.0)
 
     near_max = (logits + factor * delta >= anchor) & present[:, None]
     loose = rounding + factor * (delta + _anchor_error(delta, near_max, family))
-    near_boundary = _round_e4m3(probability * torch.exp2(loose)) != _round_e4m3(probability * torch.exp2(-loose))
-    delta = _count_score_error(scores, delta, near_max | near_boundary, queries, keys)
+    near_boundary = round_e4m3(probability * torch.exp2(loose)) != round_e4m3(probability * torch.exp2(-loose))
+    delta = count_score_error(scores, delta, near_max | near_boundary, queries, keys)
     anchor_delta = factor * _anchor_error(delta, near_max, family)
     exponent_error = rounding + factor * delta + anchor_delta
 
-    rounded = _round_e4m3(probability)
-    above = _round_e4m3(probability * torch.exp2(exponent_error)) - rounded
-    below = rounded - _round_e4m3(probability * torch.exp2(-exponent_error))
+    rounded = round_e4m3(probability)
+    above = round_e4m3(probability * torch.exp2(exponent_error)) - rounded
+    below = rounded - round_e4m3(probability * torch.exp2(-exponent_error))
     flip = torch.maximum(above, below)
 
     weight = torch.exp2(logits - row_max)
@@ -286,7 +255,7 @@ def merge_partials(parts: Sequence[Partial]) -> Merged:
     weight = torch.exp2(lse - lse.amax(0).masked_fill(empty[:, None], 0.0))
     weight = (weight / weight.sum(0).clamp_min(SMALLEST_NORMAL))[..., None]
     oracle = _weighted(weight, [part.oracle for part in parts])
-    rounded = [_round_bf16(part.twin) for part in parts]
+    rounded = [round_bf16(part.twin) for part in parts]
     twin = _weighted(weight, rounded)
     # exp2 of an FP32 difference, and ln there and back on the local route: 5 more roundings of the LSE.
     error_log2 = torch.stack([part.lse_slack for part in parts]) + EXP2_LOG2_ERROR
@@ -296,13 +265,13 @@ def merge_partials(parts: Sequence[Partial]) -> Merged:
     move = weight * (torch.exp2(error_log2) - 1) * grow
     slack = torch.zeros_like(twin)
     for source, part in enumerate(parts):
-        high = _round_bf16(part.twin + part.slack) - rounded[source]
-        low = rounded[source] - _round_bf16(part.twin - part.slack)
+        high = round_bf16(part.twin + part.slack) - rounded[source]
+        low = rounded[source] - round_bf16(part.twin - part.slack)
         arithmetic = (len(parts) + 6) * FP32_UNIT * rounded[source].abs()
         slack += weight[source] * (torch.maximum(high, low) * grow + arithmetic)
         slack += move[source] * (rounded[source] - twin).abs()
     slack += SMALLEST_NORMAL
-    slack += _bf16_spacing(twin.abs() + slack) / 2
+    slack += bf16_spacing(twin.abs() + slack) / 2
     slack.masked_fill_(empty[:, None, None], 0.0)
     return Merged(oracle, twin, slack, poisoned, empty)
 
@@ -325,7 +294,7 @@ def split_sources(
         picked = order.gather(1, places)
         picked += source.shape[1] * torch.arange(source.shape[0], device=source.device)[:, None]
         keys = key_bytes.flatten(0, 1).index_select(0, picked.flatten())
-        result.append((keys.view(-1, longest, ROW_BYTES), counts[rank]))
+        result.append((keys.view(*picked.shape, ROW_BYTES), counts[rank]))
     return result
 
 
@@ -351,7 +320,7 @@ def verify_rows(
 
 def verify_merged(merged: torch.Tensor, expected: Merged) -> Verdict:
     """Merged rows BF16 [R, H, 512] against what `merge_partials` expects."""
-    return _judge(merged, expected.oracle, expected.twin, expected.slack, expected.poisoned, expected.empty)
+    return judge(merged, expected.oracle, expected.twin, expected.slack, expected.poisoned, expected.empty)
 
 
 def verify_partial(
@@ -361,9 +330,9 @@ def verify_partial(
 
     Empty rows: zeros (local route) and LSE -inf. A wrong LSE fails its (row, head) like a wrong column.
     """
-    slack = expected.slack + _bf16_spacing(expected.twin.abs() + expected.slack) / 2
+    slack = expected.slack + bf16_spacing(expected.twin.abs() + expected.slack) / 2
     slack = slack.masked_fill(expected.empty[:, None, None], 0.0)
-    verdict = _judge(out, expected.oracle, expected.twin, slack, expected.poisoned, expected.empty)
+    verdict = judge(out, expected.oracle, expected.twin, slack, expected.poisoned, expected.empty)
     unit = LN_2 if base == "ln" else 1.0
     given = lse.to(torch.float64)
     allowed = expected.lse_slack * unit + 2 * FP32_UNIT * (expected.twin_lse * unit).abs().nan_to_num(posinf=0.0)
@@ -389,143 +358,8 @@ def verify_partial(
     )
 
 
-def _judge(
-    out: torch.Tensor,
-    oracle: torch.Tensor,
-    twin: torch.Tensor,
-    slack: torch.Tensor,
-    poisoned: torch.Tensor,
-    empty: torch.Tensor,
-) -> Verdict:
-    """Compare BF16 rows [R, H, 512] with the references; comparisons are written so that a NaN never passes."""
-    values = out.to(torch.float64)
-    difference = (values - twin).abs()
-    column_use = torch.where(difference == 0, 0.0, difference / slack).nan_to_num(nan=torch.inf).amax(-1)
-    twin_norm, oracle_norm = _norm_or_one(twin), _norm_or_one(oracle)
-    slack_norm = torch.linalg.vector_norm(slack, dim=-1)
-    error_twin = torch.linalg.vector_norm(difference, dim=-1) / twin_norm
-    error_oracle = torch.linalg.vector_norm(values - oracle, dim=-1) / oracle_norm
-    bound_twin = slack_norm / twin_norm
-    bound_oracle = (torch.linalg.vector_norm(twin - oracle, dim=-1) + slack_norm) / oracle_norm
-    inside = (column_use <= 1) & (error_twin <= bound_twin) & (error_oracle <= bound_oracle)
-    inside = torch.where(empty[:, None], (values == 0).all(-1), inside)
-    canonical = (out.contiguous().view(torch.int16) == BF16_NAN).all(-1)
-    passed = torch.where(poisoned, canonical, inside)
-    problem = ""
-    if not bool(passed.all()):
-        row, head = (~passed).nonzero()[0].tolist()
-        where = f"row {row} head {head} ({int((~passed).sum())} of {passed.numel()} (row, head) failed)"
-        if poisoned[row, head]:
-            problem = f"{where}: every column must be the canonical NaN 0x7FFF (a selected key or the query is NaN)"
-        elif empty[row]:
-            problem = f"{where}: a row without keys must be zero"
-        else:
-            use = torch.where(difference[row, head] == 0, 0.0, difference[row, head] / slack[row, head])
-            column = int(use.nan_to_num(nan=torch.inf).argmax())
-            problem = (
-                f"{where}: error {error_oracle[row, head]:.3g} against the oracle (bound {bound_oracle[row, head]:.3g}), "
-                f"{error_twin[row, head]:.3g} against the twin (bound {bound_twin[row, head]:.3g}); worst column "
-                f"{column} is {values[row, head, column]:.6g}, expected {twin[row, head, column]:.6g} "
-                f"+- {slack[row, head, column]:.2g}"
-            )
-    quiet = torch.where(poisoned, 0.0, 1.0) > 0
-    return Verdict(
-        error_oracle.where(quiet, torch.zeros_like(error_oracle)),
-        bound_oracle,
-        error_twin.where(quiet, torch.zeros_like(error_twin)),
-        bound_twin,
-        column_use.where(quiet, torch.zeros_like(column_use)),
-        passed,
-        problem,
-    )
-
-
-def _norm_or_one(rows: torch.Tensor) -> torch.Tensor:
-    norm = torch.linalg.vector_norm(rows, dim=-1)
-    return torch.where(norm > 0, norm, 1.0)
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    """E4M3 bytes decoded: values FP64, magnitudes FP32 and 1 / lowest set bit FP32 (0 for zeros; NaN reads as 0)."""
-
-    values: torch.Tensor
-    magnitudes: torch.Tensor
-    inverse_grid: torch.Tensor
-
-    @classmethod
-    def read(cls, encoded: torch.Tensor) -> _Encoded:
-        index = encoded.to(torch.int32).flatten()
-        tables = _decoding_tables(encoded.device)
-        return cls(*(table.index_select(0, index).view(encoded.shape) for table in tables))
-
-
-def _decoding_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The three tables [256] of `_Encoded`, from the definition of E4M3 and not from a conversion instruction."""
-    code = torch.arange(256)
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    # In units of 2**-9, the smallest subnormal: an integer below 2**18.
-    units = torch.where(exponent == 0, mantissa, (8 + mantissa) << (exponent - 1).clamp_min(0))
-    units = torch.where((code & 0x7F) == 0x7F, 0, units)
-    magnitude = units.to(torch.float64) * 2.0**-9
-    grid = (units & -units).to(torch.float64) * 2.0**-9
-    inverse = torch.where(units == 0, 0.0, 1 / grid)
-    signed = torch.where(code >= 128, -magnitude, magnitude)
-    return signed.to(device), magnitude.float().to(device), inverse.float().to(device)
-
-
-def _power_of_two(values: torch.Tensor) -> torch.Tensor:
-    """Largest power of two <= each value (FP64 >= 0, normal in FP32), 0 for 0."""
-    bits = values.to(torch.float32).view(torch.int32) & 0x7F800000
-    return bits.view(torch.float32).to(torch.float64)
-
-
-def _round_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Non-negative FP64 values to the nearest E4M3 value, ties to even, saturating; FP64."""
-    step = (_power_of_two(values) * 2.0**-3).clamp_min_(2.0**-9)
-    return (torch.round(values / step) * step).clamp_max_(E4M3_MAX)
-
-
-def _bf16_spacing(values: torch.Tensor) -> torch.Tensor:
-    return (_power_of_two(values.abs()) * 2.0**-7).clamp_min_(2.0**-133)
-
-
-def _round_bf16(values: torch.Tensor) -> torch.Tensor:
-    """FP64 values to the nearest BF16 value, ties to even (finite); FP64."""
-    spacing = _bf16_spacing(values)
-    return torch.round(values / spacing) * spacing
-
-
 def _weighted(weight: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([weight[source] * row for source, row in enumerate(rows)]).sum(0)
-
-
-def _accumulator_grid(scores: torch.Tensor, absolute_sum: torch.Tensor) -> torch.Tensor:
-    """E of the module docstring; the factor covers rounding in the partial sums and in `absolute_sum`."""
-    return _power_of_two((absolute_sum.double() + scores.abs()) * (0.5 * (1 + 2.0**-8))) * ACCUMULATOR_UNIT
-
-
-def _loose_score_error(scores: torch.Tensor, queries: _Encoded, keys: _Encoded) -> torch.Tensor:
-    """delta [R, H, L] in raw score units: Cauchy for sum |q k|, Markov for the number of fine terms."""
-    key_norm = torch.linalg.vector_norm(keys.magnitudes, dim=-1)
-    query_norm = torch.linalg.vector_norm(queries.magnitudes, dim=-1)
-    grid = _accumulator_grid(scores, query_norm[..., None] * key_norm[:, None])
-    fine = (queries.inverse_grid @ keys.inverse_grid.mT).double() * grid * (1 + 2.0**-10)
-    return fine.floor_().clamp_max_(ROW_BYTES) * grid
-
-
-def _count_score_error(
-    scores: torch.Tensor, loose: torch.Tensor, wanted: torch.Tensor, queries: _Encoded, keys: _Encoded
-) -> torch.Tensor:
-    """`loose` with delta counted exactly where `wanted`."""
-    result = loose.clone()
-    for index in (wanted & (loose > 0)).nonzero().split(8192):
-        row, head, key = index.unbind(1)
-        absolute = (queries.magnitudes[row, head] * keys.magnitudes[row, key]).sum(-1)
-        grid = _accumulator_grid(scores[row, head, key], absolute)
-        fine = queries.inverse_grid[row, head] * keys.inverse_grid[row, key] > (1 / grid)[:, None]
-        result[row, head, key] = torch.minimum(loose[row, head, key], fine.sum(-1) * grid)
-    return result
 
 
 def _anchor_error(delta: torch.Tensor, near_max: torch.Tensor, family: Family) -> torch.Tensor:
