@@ -19,7 +19,7 @@ class SoloControlPlane:
     size = 1
 
     def __init__(self) -> None:
-        self.peers = (Peer.of_this_process(),)
+        self.peers: tuple[Peer, ...] = (Peer.of_this_process(),)
 
     def all_gather(self, value: T, label: str) -> list[T]:
         return [value]

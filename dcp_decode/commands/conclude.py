@@ -1,0 +1,24 @@
+"""`dcp-decode conclude`: the end of `launch/*.sh`, which outlive the ranks of torchrun and mpirun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dcp_decode.errors import UnsupportedEnvironment
+
+
+@click.command(hidden=True)
+@click.argument("folder", type=click.Path(path_type=Path))
+def conclude(folder: Path) -> int:
+    """Write the JSON document of a run from the records in FOLDER; exit as the contract says."""
+    from dcp_decode import presentation, records, results
+
+    try:
+        plan = records.read_plan(folder)
+    except OSError as error:
+        raise UnsupportedEnvironment(f"no plan of a run in {folder} ({error.strerror})") from None
+    conclusion = results.conclude(plan, records.read_records(folder))
+    presentation.publish(conclusion, plan)
+    return conclusion.exit_code

@@ -1,0 +1,46 @@
+"""Command-line options that override config keys: declared once, for every command that takes a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from dcp_decode.config import RunConfig, load_config
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+# option -> (config key, type). Ranges and choices are the config's own rules, with its own errors.
+OVERRIDES: dict[str, tuple[str, type]] = {
+    "--trace": ("workload.trace", str),
+    "--requests": ("workload.requests", int),
+    "--seed": ("workload.seed", int),
+    "--max-steps": ("service.max_steps", int),
+    "--layers": ("model.layers", int),
+    "--verify": ("verify.mode", str),
+    "--fabric": ("parallel.fabric", str),
+    "--route": ("parallel.route", str),
+    "--device": ("parallel.device", str),
+    "--interleave": ("parallel.interleave", int),
+    "--generations": ("mailbox.generations", int),
+    "--deadline": ("mailbox.deadline_seconds", float),
+}
+
+
+def config_options(command: Command) -> Command:
+    """The argument CONFIG and one option for each override."""
+    for option, (key, kind) in reversed(OVERRIDES.items()):
+        command = click.option(option, _name(option), type=kind, default=None, help=f"Overrides {key}.")(command)
+    return click.argument("config", required=False, type=click.Path(path_type=Path))(command)
+
+
+def read_config(config: Path | None, options: dict[str, Any]) -> RunConfig:
+    """The config file (None: the embedded default) with the options given. Raises ConfigError."""
+    given = {key: options[_name(option)] for option, (key, _) in OVERRIDES.items()}
+    return load_config(config, {key: value for key, value in given.items() if value is not None})
+
+
+def _name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")

@@ -1,0 +1,179 @@
+"""One entry for a group of ranks under any launcher: our own (fork), torchrun, or MPI.
+
+The environment says which: torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, MPI sets OMPI_COMM_WORLD_* or
+PMI_*. Under the built-in launcher and `launch/*.sh` somebody outlives the ranks and concludes from their records;
+under a bare torchrun or mpirun rank 0 does it, as far as it can.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dcp_decode.config import RunConfig
+from dcp_decode.control.plane import ControlPlane
+from dcp_decode.control.torchrun import connect_torchrun
+from dcp_decode.errors import DcpDecodeError, UnsupportedEnvironment
+from dcp_decode.rank_process import Body, RankProcess, leave
+from dcp_decode.records import RECORDS_VARIABLE, Plan, RankRecord, read_records, write_plan, write_record
+from dcp_decode.results import Conclusion, conclude
+from dcp_decode.supervisor import supervise
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MPI_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+REFUSAL_SECONDS = 10.0
+LATE_RECORDS_SECONDS = 0.5
+
+Publish = Callable[[Conclusion, Plan], None]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Who started this process: name (builtin, torchrun, mpi), its rank and the size of its world."""
+
+    name: str
+    rank: int
+    size: int
+
+
+def detect_launcher(environment: Mapping[str, str]) -> Launcher:
+    """Raises UnsupportedEnvironment if the environment is torchrun's and MPI's at once, or only half torchrun's."""
+    by_mpi = [names for names in MPI_VARIABLES if all(name in environment for name in names)]
+    if "WORLD_SIZE" in environment and "RANK" in environment:
+        missing = [name for name in TORCHRUN_VARIABLES if name not in environment]
+        if missing:
+            raise UnsupportedEnvironment(f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not; use torchrun")
+        if by_mpi:
+            raise UnsupportedEnvironment(
+                f"started by torchrun (WORLD_SIZE) and by MPI ({by_mpi[0][1]}) at once; use one of them"
+            )
+        return Launcher("torchrun", int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+    if by_mpi:
+        rank, size = by_mpi[0]
+        return Launcher("mpi", int(environment[rank]), int(environment[size]))
+    return Launcher("builtin", 0, 1)
+
+
+def make_plan(command: str, config: RunConfig, launcher: str, output: str | None) -> Plan:
+    """The plan of a command for a launcher."""
+    geometry = config.geometry()
+    return Plan(
+        command=command,
+        launcher=launcher,
+        processes=1 if config.parallel.fabric == "loopback" else geometry.dcp,
+        config=config.model_dump(mode="json"),
+        geometry=asdict(geometry),
+        output=output,
+        started=time.time(),
+    )
+
+
+def check_world(launcher: Launcher, config: RunConfig) -> None:
+    """Refuse a launcher whose world doesn't fit the config. Raises UnsupportedEnvironment."""
+    if launcher.name == "builtin":
+        return
+    if config.parallel.fabric == "loopback":
+        raise UnsupportedEnvironment(
+            f"parallel.fabric = loopback runs all ranks in one process: start it without {launcher.name}"
+        )
+    if launcher.size != config.parallel.dcp:
+        raise UnsupportedEnvironment(
+            f"{launcher.name} started {launcher.size} ranks, but parallel.dcp is {config.parallel.dcp}"
+        )
+
+
+def execute(command: str, config: RunConfig, body: Body, output: str | None, publish: Publish) -> int:
+    """Run the body as the ranks of the config under the launcher that started this process; the exit code.
+
+    `publish` is called once for the whole group, wherever the conclusion is drawn. Raises DcpDecodeError before any
+    rank has started; afterwards every failure is in the records.
+    """
+    launcher = detect_launcher(os.environ)
+    check_world(launcher, config)
+    plan = make_plan(command, config, launcher.name, output)
+    if launcher.name == "builtin":
+        return _execute_here(plan, config, body, publish)
+    return _execute_as_rank(plan, config, body, publish, launcher)
+
+
+def _execute_here(plan: Plan, config: RunConfig, body: Body, publish: Publish) -> int:
+    with tempfile.TemporaryDirectory(prefix="dcp_decode-") as name:
+        folder = Path(name)
+        write_plan(folder, plan)
+        supervise(
+            body,
+            plan.processes,
+            folder,
+            wait_deadline_seconds=config.mailbox.deadline_seconds,
+            control_deadline_seconds=config.mailbox.control_deadline_seconds,
+        )
+        conclusion = conclude(plan, read_records(folder))
+    publish(conclusion, plan)
+    return conclusion.exit_code
+
+
+def _execute_as_rank(plan: Plan, config: RunConfig, body: Body, publish: Publish, launcher: Launcher) -> int:
+    shared = os.environ.get(RECORDS_VARIABLE)
+    folder = Path(shared) if shared else _folder_of_parent()
+    process = RankProcess(launcher.rank, folder)
+    process.handle_terminate()
+    deadline = config.mailbox.control_deadline_seconds
+
+    def connect() -> ControlPlane:
+        if launcher.name == "torchrun":
+            return connect_torchrun(os.environ, deadline)
+        from dcp_decode.control.mpi import MpiControlPlane  # imports mpi4py, which starts MPI
+
+        return MpiControlPlane(deadline)
+
+    record = process.run(connect, body)
+    if not shared and launcher.rank == 0:
+        records = dict(enumerate(process.records)) or _late_records(folder, plan.processes)
+        publish(conclude(plan, records), plan)
+        shutil.rmtree(folder, ignore_errors=True)
+    if record.outcome != "ok":
+        leave(record.exit_code)  # not through MPI_Finalize, which waits for peers that may be gone
+    return record.exit_code
+
+
+def _folder_of_parent() -> Path:
+    """A folder that the ranks of one bare torchrun or mpirun on this host share: named after their parent process."""
+    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    folder = Path(tempfile.gettempdir()) / f"dcp_decode-{os.getuid()}-{os.getppid()}-{started}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _late_records(folder: Path, processes: int) -> dict[int, RankRecord]:
+    """The records in a folder, after a short wait for the ranks that are still writing theirs."""
+    until = time.monotonic() + LATE_RECORDS_SECONDS
+    while len(read_records(folder)) < processes and time.monotonic() < until:
+        time.sleep(0.02)
+    return read_records(folder)
+
+
+def refuse(error: DcpDecodeError, environment: Mapping[str, str]) -> int:
+    """Report an error met before the ranks started: once for the group, also under a launcher; the exit code."""
+    rank = int(
+        next((environment[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in environment), 0)
+    )
+    folder = environment.get(RECORDS_VARIABLE)
+    if folder:
+        now = time.time()
+        write_record(
+            Path(folder),
+            RankRecord(rank, os.getpid(), socket.gethostname(), "failed", error.exit_code, now, str(error)),
+        )
+    if rank == 0:
+        print(f"dcp-decode: {error}", file=sys.stderr, flush=True)
+    else:
+        # The first rank to leave makes torchrun and mpirun end the others: that must be rank 0, after its line.
+        time.sleep(REFUSAL_SECONDS)
+    return error.exit_code

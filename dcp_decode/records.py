@@ -1,0 +1,120 @@
+"""What a run leaves behind while it lives: a plan written once, and one record a rank, as JSON files in one folder.
+
+    folder/plan.json      what was asked: command, config, launcher, ranks (written before the ranks start)
+    folder/rank-3.json    how rank 3 ended: outcome, exit code, error, whom it waited for
+
+A rank writes its record however it ends, SIGTERM included; a rank without one was killed. That rule is what names
+the dead rank when a launcher (torchrun, mpirun) ends the survivors and returns a code of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+# ok: ended in order. failed: a typed error, or a wrong result. crashed: an unexpected exception. terminated: told to
+# stop (SIGTERM). killed: ended without a word of its own (written by the launcher for the rank, or supposed).
+Outcome = Literal["ok", "failed", "crashed", "terminated", "killed"]
+
+RECORDS_VARIABLE = "DCP_DECODE_RECORDS"  # folder that launch/*.sh hands to the ranks
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, after a step. worst_error: relative error of the worst (row, head) so far, None unchecked."""
+
+    requests_finished: int
+    requests_in: int
+    steps: int
+    tokens: int
+    worst_error: float | None = None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What `run_rank` returns, with group-wide figures on rank 0 (contract section 7 names them).
+
+    fabric, device, family: as resolved. verified: None if nothing was checked, False is exit code 1. worst_error and
+    error_bound: of the worst (row, head) of all ranks by error / bound. acceptance: entry a counts the turns that kept
+    a drafts. keys_per_row: smallest, median and largest count of selected keys a row and rank. stages: name ->
+    {p50_us, p95_us, p99_us, samples}, maximum over ranks per iteration.
+    """
+
+    fabric: str
+    device: str
+    family: str
+    verified: bool | None
+    worst_error: float | None
+    error_bound: float | None
+    checked_steps: int
+    digest: str
+    requests: dict[str, int]
+    steps: int
+    tokens: int
+    acceptance: list[int]
+    keys_per_row: tuple[int, float, int] | None = None
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """How one rank's process ended. ended: seconds since the epoch. error: one line; traceback only if crashed.
+
+    consequence: the error only repeats that a peer had died, so it is never a first cause.
+    """
+
+    rank: int
+    process_id: int
+    hostname: str
+    outcome: Outcome
+    exit_code: int
+    ended: float
+    error: str | None = None
+    consequence: bool = False
+    traceback: str | None = None
+    expired_waits: list[dict[str, object]] = field(default_factory=list)
+    dead_peers: dict[str, str] = field(default_factory=dict)
+    report: dict[str, Any] | None = None
+    device: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked of a run. processes: ranks that write a record (1 for fabric loopback). config: as JSON."""
+
+    command: str
+    launcher: str
+    processes: int
+    config: dict[str, Any]
+    geometry: dict[str, Any]
+    output: str | None
+    started: float
+
+
+def write_plan(folder: Path, plan: Plan) -> None:
+    _write(folder / "plan.json", asdict(plan))
+
+
+def read_plan(folder: Path) -> Plan:
+    """Raises OSError if the folder holds no plan."""
+    return Plan(**json.loads((folder / "plan.json").read_text()))
+
+
+def write_record(folder: Path, record: RankRecord) -> None:
+    _write(folder / f"rank-{record.rank}.json", asdict(record))
+
+
+def read_records(folder: Path) -> dict[int, RankRecord]:
+    """The records present, by rank."""
+    records = (RankRecord(**json.loads(path.read_text())) for path in folder.glob("rank-*.json"))
+    return {record.rank: record for record in sorted(records, key=lambda record: record.rank)}
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    # Written aside and renamed: a process killed meanwhile leaves no half record.
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(document))
+    partial.replace(path)

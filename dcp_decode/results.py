@@ -1,0 +1,138 @@
+"""From a run's plan and records to its one JSON document and its exit code (contract section 7).
+
+The first cause decides. In this order: the earliest typed failure of exit code 1 or 2 (no death can cause those); then
+the earliest rank that crashed or was killed (without a record: at once); then the earliest expired wait; then whatever
+else ended a rank. Ranks that only report a dead peer, or were told to stop, are never the cause while another is known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dcp_decode import environment
+from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT
+from dcp_decode.records import Plan, RankRecord
+
+SCHEMA = 1
+REPORT_KEYS = (
+    "verified",
+    "worst_error",
+    "error_bound",
+    "checked_steps",
+    "digest",
+    "requests",
+    "steps",
+    "tokens",
+    "acceptance",
+    "keys_per_row",
+    "stages",
+)
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """How a run ended as a whole. error: the first cause, one line. dead_ranks: those that crashed or were killed."""
+
+    exit_code: int
+    error: str | None
+    dead_ranks: tuple[int, ...]
+    document: dict[str, Any]
+
+
+def conclude(plan: Plan, records: Mapping[int, RankRecord]) -> Conclusion:
+    """Judge a run by the records of its ranks; a rank of the plan without a record was killed."""
+    complete = [records.get(rank) or _lost(rank) for rank in range(plan.processes)]
+    cause = _first_cause(complete)
+    dead = tuple(record.rank for record in complete if record.outcome in ("crashed", "killed"))
+    error = None
+    if cause is not None:
+        error = cause.error
+        if cause.outcome in ("crashed", "killed"):
+            error = f"rank {cause.rank} died: {cause.error}"
+    exit_code = VERIFIED if cause is None else cause.exit_code
+    document = _document(plan, complete) | {"exit_code": exit_code, "error": error, "dead_ranks": list(dead)}
+    return Conclusion(exit_code, error, dead, document)
+
+
+def write_document(document: Mapping[str, Any], output: str | None, started: float) -> Path:
+    """Write to `output`, or to results/run-<utc>-<pid>.json under the working directory; the path."""
+    if output is None:
+        stamp = datetime.fromtimestamp(started, UTC).strftime("%Y%m%dT%H%M%SZ")
+        path = Path("results") / f"run-{stamp}-{os.getpid()}.json"
+    else:
+        path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def _lost(rank: int) -> RankRecord:
+    return RankRecord(rank, 0, "", "killed", WAIT_EXPIRED, -math.inf, "its process ended without a record")
+
+
+def _first_cause(records: list[RankRecord]) -> RankRecord | None:
+    def urgency(record: RankRecord) -> tuple[int, float]:
+        if record.exit_code in (WRONG_RESULT, BAD_INPUT):
+            return 0, record.ended
+        if record.outcome in ("crashed", "killed"):
+            return 1, record.ended
+        return 3 if record.consequence else 2, record.ended
+
+    return min((record for record in records if record.outcome != "ok"), key=urgency, default=None)
+
+
+def _document(plan: Plan, records: list[RankRecord]) -> dict[str, Any]:
+    report = next((record.report for record in records if record.report is not None), None) or {}
+    commit, dirty = environment.commit()
+    return {
+        "schema": SCHEMA,
+        "command": plan.command,
+        "config": plan.config,
+        "geometry": plan.geometry,
+        "seed": plan.config["workload"]["seed"],
+        "commit": commit,
+        "dirty": dirty,
+        "launcher": plan.launcher,
+        "fabric": report.get("fabric", plan.config["parallel"]["fabric"]),
+        "route": plan.config["parallel"]["route"],
+        "family": report.get("family"),
+        "device": next((record.device for record in records if record.device is not None), None),
+        "versions": environment.versions(),
+        "ranks": plan.config["parallel"]["dcp"],
+        "process_ids": [record.process_id for record in records],
+        **{key: report.get(key) for key in REPORT_KEYS},
+        "seconds": max((record.ended for record in records), default=plan.started) - plan.started,
+        "expired_waits": [wait for record in records for wait in record.expired_waits],
+        "records": [
+            {
+                "rank": record.rank,
+                "process_id": record.process_id,
+                "hostname": record.hostname,
+                "outcome": record.outcome,
+                "exit_code": record.exit_code,
+                "error": record.error,
+                "traceback": record.traceback,
+                "ended": record.ended,
+                "dead_peers": record.dead_peers,
+            }
+            for record in records
+        ],
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinities and NaNs: they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
