@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dcp_decode.records import Plan, Progress
+from dcp_decode.errors import BAD_INPUT
+from dcp_decode.records import Plan
 from dcp_decode.results import Conclusion, write_document
 
-ShowProgress = Callable[[Progress], None]
+# Called with requests finished, requests in, steps, tokens, and the worst relative error so far (None: unchecked).
+ShowProgress = Callable[[int, int, int, int, float | None], None]
 
 
 @contextlib.contextmanager
@@ -27,7 +28,7 @@ def progress_bar(max_steps: int | None) -> Iterator[ShowProgress]:
     """A callable to call after every step; draws only if standard error is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda _: None
+        yield lambda *_: None
         return
     columns = (
         TextColumn("steps"),
@@ -36,22 +37,25 @@ def progress_bar(max_steps: int | None) -> Iterator[ShowProgress]:
         TextColumn("{task.fields[figures]}"),
         TimeElapsedColumn(),
     )
-    with ProgressBar(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("steps", total=max_steps, figures="")
 
-        def show(progress: Progress) -> None:
-            worst = "unchecked" if progress.worst_error is None else f"{progress.worst_error:.2%}"
-            figures = (
-                f"requests {progress.requests_finished}/{progress.requests_in}  "
-                f"tokens {progress.tokens}  worst error {worst}"
-            )
-            bar.update(task, completed=progress.steps, figures=figures)
+        def show(finished: int, requests: int, steps: int, tokens: int, worst_error: float | None) -> None:
+            worst = "unchecked" if worst_error is None else f"{worst_error:.2%}"
+            figures = f"requests {finished}/{requests}  tokens {tokens}  worst error {worst}"
+            bar.update(task, completed=steps, figures=figures)
 
         yield show
 
 
 def publish(conclusion: Conclusion, plan: Plan) -> None:
-    """Write the document, print the table, an error if there is one, and the document's path as the last line."""
+    """Write the document, print the table, an error if there is one, and the document's path as the last line.
+
+    Bad input or environment: nothing ran, so there is only the error.
+    """
+    if conclusion.exit_code == BAD_INPUT:
+        print(f"dcp-decode: {conclusion.error}", file=sys.stderr, flush=True)
+        return
     path = write_document(conclusion.document, plan.output, plan.started)
     if conclusion.document["digest"] is not None:
         Console(highlight=False).print(_table(conclusion.document))
@@ -65,6 +69,8 @@ def _table(document: Mapping[str, Any]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     requests = document["requests"]
     table.add_row("requests", ", ".join(f"{count} {state}" for state, count in requests.items()))
+    for refusal in document["refusals"]:
+        table.add_row("refused", refusal)
     table.add_row("steps, tokens", f"{document['steps']}, {document['tokens']}")
     table.add_row("accepted drafts", _acceptance(document["acceptance"]))
     if document["keys_per_row"] is not None:

@@ -23,24 +23,13 @@ RECORDS_VARIABLE = "DCP_DECODE_RECORDS"  # folder that launch/*.sh hands to the 
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a run stands, after a step. worst_error: relative error of the worst (row, head) so far, None unchecked."""
-
-    requests_finished: int
-    requests_in: int
-    steps: int
-    tokens: int
-    worst_error: float | None = None
-
-
-@dataclass(frozen=True)
 class RankReport:
-    """What `run_rank` returns, with group-wide figures on rank 0 (contract section 7 names them).
+    """What a rank's body returns: the figures of contract section 7, group-wide, the same on every rank.
 
     fabric, device, family: as resolved. verified: None if nothing was checked, False is exit code 1. worst_error and
-    error_bound: of the worst (row, head) of all ranks by error / bound. acceptance: entry a counts the turns that kept
-    a drafts. keys_per_row: smallest, median and largest count of selected keys a row and rank. stages: name ->
-    {p50_us, p95_us, p99_us, samples}, maximum over ranks per iteration.
+    error_bound: of the worst (row, head) of all ranks by error / bound. refusals: why requests were refused, one line
+    each. acceptance: entry a counts the turns that kept a drafts. keys_per_row: smallest, median and largest count of
+    selected keys a row and rank. stages: name -> {p50_us, p95_us, p99_us, samples}, maximum over ranks per iteration.
     """
 
     fabric: str
@@ -52,6 +41,7 @@ class RankReport:
     checked_steps: int
     digest: str
     requests: dict[str, int]
+    refusals: list[str]
     steps: int
     tokens: int
     acceptance: list[int]

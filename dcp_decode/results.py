@@ -28,6 +28,7 @@ REPORT_KEYS = (
     "checked_steps",
     "digest",
     "requests",
+    "refusals",
     "steps",
     "tokens",
     "acceptance",

@@ -13,6 +13,7 @@ from dcp_decode.config import RunConfig
 if TYPE_CHECKING:
     from dcp_decode.control.plane import ControlPlane
     from dcp_decode.records import RankReport
+    from dcp_decode.run import RunSummary
 
 
 @click.command()
@@ -44,9 +45,39 @@ def run(config: Path | None, output: str | None, prepare: Path | None, launcher:
 
 def _run_rank(config: RunConfig, control: ControlPlane) -> RankReport:
     from dcp_decode.presentation import progress_bar
-    from dcp_decode.run import run_rank
+    from dcp_decode.run import Progress, run_rank
 
     if control.rank != 0:
-        return run_rank(config, control, lambda _: None)
+        return _report(run_rank(config, control))
     with progress_bar(config.service.max_steps) as show:
-        return run_rank(config, control, show)
+
+        def on_progress(progress: Progress) -> None:
+            worst = progress.worst.error if progress.worst.bound else None
+            show(progress.requests["finished"], progress.requests["in"], progress.steps, progress.tokens, worst)
+
+        return _report(run_rank(config, control, on_progress))
+
+
+def _report(summary: RunSummary) -> RankReport:
+    from dcp_decode.records import RankReport
+    from dcp_decode.statistics import stage_statistics
+
+    checked = summary.worst.bound > 0
+    keys = summary.keys_a_row
+    return RankReport(
+        fabric=summary.fabric,
+        device=summary.device,
+        family=summary.family,
+        verified=summary.verified,
+        worst_error=summary.worst.error if checked else None,
+        error_bound=summary.worst.bound if checked else None,
+        checked_steps=summary.checked_steps,
+        digest=summary.digest,
+        requests=summary.requests,
+        refusals=summary.refusals,
+        steps=summary.steps,
+        tokens=summary.tokens,
+        acceptance=summary.acceptance,
+        keys_per_row=(keys["min"], keys["median"], keys["max"]),
+        stages={name: stage_statistics(seconds) for name, seconds in summary.stage_seconds.items()},
+    )
