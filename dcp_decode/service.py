@@ -173,6 +173,9 @@ class Service:
                 return None
             self.clock_milliseconds = max(self.clock_milliseconds, float(self._waiting[0].arrival_milliseconds))
         prefills = tuple(self._admit())
+        if not self._running:
+            # Refused requests are out of the queue, so an empty service can always admit: without pages it would spin.
+            raise RuntimeError(f"nothing runs, yet only {self.pool.free} of {self.pool.capacity} pages are free")
         rows = []
         for state in list(self._running)[: self.turns_a_step]:
             state.verify_steps += 1

@@ -177,6 +177,15 @@ def test_counts_notice_a_lost_request():
         service.counts()
 
 
+def test_lost_pages_stop_the_service_instead_of_spinning():
+    service = make([(0, 5, 1), (0, PAGE, 1)], pages=2, acceptance=0.0)
+    plan = service.next_step()
+    service.pool.release = lambda pages: None
+    service.complete(plan)
+    with pytest.raises(RuntimeError, match="nothing runs, yet only 1 of 2 pages are free"):
+        service.next_step()
+
+
 def test_steps_are_completed_in_turn():
     service = make([(0, 5, 9)])
     other = make([(0, 6, 9)]).next_step()

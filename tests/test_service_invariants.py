@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcp_decode.cache import PagePool, pages_needed
 from dcp_decode.geometry import Geometry
-from dcp_decode.service import NEVER_WRITTEN, Service, ServiceSettings
+from dcp_decode.service import NEVER_WRITTEN, Service, ServiceSettings, accepted_drafts
 from dcp_decode.trace import TraceRequest, synthetic_requests
 
 
@@ -97,10 +97,11 @@ class Checker:
     def check_progress(self, plan) -> None:
         for index in served(plan):
             state, before = self.service.request(index), self.running[index]
-            assert before < state.context <= before + self.service.settings.draft_tokens + 1
-            assert state.context <= state.input_length + state.output_length
+            chosen, end = self.service.settings, state.input_length + state.output_length
+            stood = accepted_drafts(chosen.seed, index, state.verify_steps - 1, chosen.draft_tokens, chosen.acceptance)
+            assert state.context == min(before + 1 + stood, end) > before
             self.running[index] = state.context
-            if state.context == state.input_length + state.output_length:
+            if state.context == end:
                 del self.running[index]
         counts = self.service.counts()
         assert counts["in"] == len(self.requests)
