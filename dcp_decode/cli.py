@@ -6,7 +6,11 @@ A command is a module of `commands/`; it returns its exit code or raises a DcpDe
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
@@ -14,6 +18,9 @@ from dcp_decode import __version__
 from dcp_decode.commands.conclude import conclude
 from dcp_decode.commands.run import run
 from dcp_decode.errors import BAD_INPUT, DcpDecodeError
+from dcp_decode.records import RECORDS_VARIABLE, RankRecord, write_record
+
+REFUSAL_SECONDS = 10.0
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -39,16 +46,30 @@ def run_command(arguments: list[str] | None = None) -> int:
         click.echo(error.format_message(), err=True)
         return BAD_INPUT
     except click.ClickException as error:
-        return _refuse(DcpDecodeError(" ".join(error.format_message().split())))
+        return _refuse(DcpDecodeError(" ".join(error.format_message().split())), os.environ)
     except DcpDecodeError as error:
-        return _refuse(error)
+        return _refuse(error, os.environ)
     return result if isinstance(result, int) else 0
 
 
-def _refuse(error: DcpDecodeError) -> int:
-    from dcp_decode.launcher import refuse  # imports torch: not for --help and usage errors of a quick look
-
-    return refuse(error, os.environ)
+def _refuse(error: DcpDecodeError, environment: Mapping[str, str]) -> int:
+    """Report an error met before the ranks started: once for the group, also under a launcher; the exit code."""
+    rank = int(
+        next((environment[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in environment), 0)
+    )
+    folder = environment.get(RECORDS_VARIABLE)
+    if folder:
+        now = time.time()
+        write_record(
+            Path(folder),
+            RankRecord(rank, os.getpid(), socket.gethostname(), "failed", error.exit_code, now, str(error)),
+        )
+    if rank == 0:
+        print(f"dcp-decode: {error}", file=sys.stderr, flush=True)
+    else:
+        # The first rank to leave makes torchrun and mpirun end the others: that must be rank 0, after its line.
+        time.sleep(REFUSAL_SECONDS)
+    return error.exit_code
 
 
 if __name__ == "__main__":

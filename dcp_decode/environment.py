@@ -8,8 +8,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PACKAGES = (
     "torch",
     "numpy",
@@ -47,6 +45,8 @@ def describe_device(device: str) -> dict[str, Any]:
     """name, driver, architecture and clocks (MHz) of `cpu`, or of this process's current CUDA device."""
     if device == "cpu":
         return {"name": _processor(), "driver": None, "architecture": platform.machine(), "clocks": None}
+    import torch  # only here: `conclude` describes runs without it
+
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
     described: dict[str, Any] = {

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.torchrun import connect_torchrun
-from dcp_decode.errors import DcpDecodeError, UnsupportedEnvironment
+from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.rank_process import Body, RankProcess, leave
-from dcp_decode.records import RECORDS_VARIABLE, Plan, RankRecord, read_records, write_plan, write_record
+from dcp_decode.records import RECORDS_VARIABLE, Plan, RankRecord, make_plan, read_records, write_plan
 from dcp_decode.results import Conclusion, conclude
 from dcp_decode.supervisor import supervise
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MPI_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-REFUSAL_SECONDS = 10.0
 LATE_RECORDS_SECONDS = 0.5
 
 Publish = Callable[[Conclusion, Plan], None]
@@ -59,20 +56,6 @@ def detect_launcher(environment: Mapping[str, str]) -> Launcher:
         rank, size = by_mpi[0]
         return Launcher("mpi", int(environment[rank]), int(environment[size]))
     return Launcher("builtin", 0, 1)
-
-
-def make_plan(command: str, config: RunConfig, launcher: str, output: str | None) -> Plan:
-    """The plan of a command for a launcher."""
-    geometry = config.geometry()
-    return Plan(
-        command=command,
-        launcher=launcher,
-        processes=1 if config.parallel.fabric == "loopback" else geometry.dcp,
-        config=config.model_dump(mode="json"),
-        geometry=asdict(geometry),
-        output=output,
-        started=time.time(),
-    )
 
 
 def check_world(launcher: Launcher, config: RunConfig) -> None:
@@ -157,23 +140,3 @@ def _late_records(folder: Path, processes: int) -> dict[int, RankRecord]:
     while len(read_records(folder)) < processes and time.monotonic() < until:
         time.sleep(0.02)
     return read_records(folder)
-
-
-def refuse(error: DcpDecodeError, environment: Mapping[str, str]) -> int:
-    """Report an error met before the ranks started: once for the group, also under a launcher; the exit code."""
-    rank = int(
-        next((environment[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in environment), 0)
-    )
-    folder = environment.get(RECORDS_VARIABLE)
-    if folder:
-        now = time.time()
-        write_record(
-            Path(folder),
-            RankRecord(rank, os.getpid(), socket.gethostname(), "failed", error.exit_code, now, str(error)),
-        )
-    if rank == 0:
-        print(f"dcp-decode: {error}", file=sys.stderr, flush=True)
-    else:
-        # The first rank to leave makes torchrun and mpirun end the others: that must be rank 0, after its line.
-        time.sleep(REFUSAL_SECONDS)
-    return error.exit_code

@@ -19,6 +19,8 @@ from dcp_decode.errors import BAD_INPUT
 from dcp_decode.records import Plan
 from dcp_decode.results import Conclusion, write_document
 
+PLAIN_WIDTH = 160  # of a line when standard output is no terminal
+
 # Called with requests finished, requests in, steps, tokens, and the worst relative error so far (None: unchecked).
 ShowProgress = Callable[[int, int, int, int, float | None], None]
 
@@ -58,7 +60,10 @@ def publish(conclusion: Conclusion, plan: Plan) -> None:
         return
     path = write_document(conclusion.document, plan.output, plan.started)
     if conclusion.document["digest"] is not None:
-        Console(highlight=False).print(_table(conclusion.document))
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = PLAIN_WIDTH
+        console.print(_table(conclusion.document))
         sys.stdout.flush()
     if conclusion.error is not None:
         print(f"dcp-decode: {conclusion.error}", file=sys.stderr, flush=True)
@@ -67,6 +72,8 @@ def publish(conclusion: Conclusion, plan: Plan) -> None:
 
 def _table(document: Mapping[str, Any]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     requests = document["requests"]
     table.add_row("requests", ", ".join(f"{count} {state}" for state, count in requests.items()))
     for refusal in document["refusals"]:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from dcp_decode.config import RunConfig
 
 # ok: ended in order. failed: a typed error, or a wrong result. crashed: an unexpected exception. terminated: told to
 # stop (SIGTERM). killed: ended without a word of its own (written by the launcher for the rank, or supposed).
@@ -82,6 +85,20 @@ class Plan:
     geometry: dict[str, Any]
     output: str | None
     started: float
+
+
+def make_plan(command: str, config: RunConfig, launcher: str, output: str | None) -> Plan:
+    """The plan of a command for a launcher."""
+    geometry = config.geometry()
+    return Plan(
+        command=command,
+        launcher=launcher,
+        processes=1 if config.parallel.fabric == "loopback" else geometry.dcp,
+        config=config.model_dump(mode="json"),
+        geometry=asdict(geometry),
+        output=output,
+        started=time.time(),
+    )
 
 
 def write_plan(folder: Path, plan: Plan) -> None:

@@ -9,10 +9,10 @@ import click
 
 from dcp_decode.commands.options import config_options, read_config
 from dcp_decode.config import RunConfig
+from dcp_decode.records import RankReport, make_plan, write_plan
 
 if TYPE_CHECKING:
     from dcp_decode.control.plane import ControlPlane
-    from dcp_decode.records import RankReport
     from dcp_decode.run import RunSummary
 
 
@@ -29,17 +29,14 @@ def run(config: Path | None, output: str | None, prepare: Path | None, launcher:
     Starts its own ranks, or is one when torchrun or mpirun started it.
     """
     configured = read_config(config, options)
-    # torch and what builds on it load only now: a bad config is refused in a fraction of a second.
-    from dcp_decode.launcher import execute, make_plan
-    from dcp_decode.presentation import publish
-
     if prepare is not None:  # launch/*.sh: leave the plan for `conclude`, say how many ranks to start
-        from dcp_decode.records import write_plan
-
-        plan = make_plan("run", configured, launcher, output)
-        write_plan(prepare, plan)
+        write_plan(prepare, make_plan("run", configured, launcher, output))
         click.echo(configured.parallel.dcp)
         return 0
+    # torch and what builds on it load only now: a bad config is refused in a fraction of a second.
+    from dcp_decode.launcher import execute
+    from dcp_decode.presentation import publish
+
     return execute("run", configured, lambda control: _run_rank(configured, control), output, publish)
 
 
@@ -59,7 +56,6 @@ def _run_rank(config: RunConfig, control: ControlPlane) -> RankReport:
 
 
 def _report(summary: RunSummary) -> RankReport:
-    from dcp_decode.records import RankReport
     from dcp_decode.statistics import stage_statistics
 
     checked = summary.worst.bound > 0

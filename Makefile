@@ -1,0 +1,48 @@
+# `make run` and `make test` do all the set-up: one .venv from constraints.txt. Needs python3 (3.11 or 3.12) with venv.
+
+SHELL := /bin/bash
+CONFIG ?= configs/smoke.toml
+GPUS ?= 8
+WORKERS ?= 2
+
+# The first Python that runs and is of an allowed version (a pyenv shim may exist and still not run).
+PYTHON ?= $(shell for name in python3 python3.12 python3.11; do \
+	$$name -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& { echo $$name; break; }; done)
+VENV := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: run test check protocol bench-cpu test-gpu test-multigpu clean
+
+run: $(INSTALLED)
+	$(VENV)/dcp-decode run $(CONFIG)
+
+test: check
+	$(VENV)/python -m pytest -m "not gpu and not multigpu" -n $(WORKERS) --dist loadgroup
+
+check: $(INSTALLED)
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+	$(VENV)/shellcheck launch/*.sh .ci/run
+
+protocol: $(INSTALLED)
+	$(VENV)/python -m dcp_decode.protocol --json results/protocol.json
+
+bench-cpu: $(INSTALLED)
+	$(VENV)/python -m dcp_decode.checkpoint.cpu
+
+test-gpu: $(INSTALLED)
+	$(VENV)/python -m pytest -m gpu
+
+test-multigpu: $(INSTALLED)
+	$(VENV)/torchrun --standalone --nproc-per-node $(GPUS) -m pytest -m multigpu
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 with venv found; set PYTHON=..." >&2; exit 2; }
+	test -x $(VENV)/python || $(PYTHON) -m venv .venv
+	$(VENV)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu,mpi,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# launch/mpirun.sh run [CONFIG] [OPTIONS]: the ranks of CONFIG under the mpirun of the same .venv on this host.
+set -euo pipefail
+# shellcheck source=launch/session.sh
+source "$(dirname "${BASH_SOURCE[0]}")/session.sh"
+
+prepare mpi "$@"
+# osc ^ucx: without UCX hardware each rank prints an error line. bind-to none: ranks may outnumber cores.
+flags=(--oversubscribe --bind-to none --mca osc '^ucx')
+if ((EUID == 0)); then
+  flags+=(--allow-run-as-root)
+fi
+launch "$bin/mpirun" "${flags[@]}" -n "$ranks" "$bin/python" -m dcp_decode "$@"
