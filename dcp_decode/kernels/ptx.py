@@ -212,6 +212,11 @@ def maximum(left: Any, right: Any) -> Any:
     return _instruction("max.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
 
 
+def minimum(left: Any, right: Any) -> Any:
+    """min.f32: the other operand where one is NaN."""
+    return _instruction("min.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
+
+
 def warp_maximum(value: Any) -> Any:
     """redux.sync.max.s32 on order-preserving integers: the largest FP32 of a warp (sm_90 has no FP32 redux).
 
@@ -221,6 +226,33 @@ def warp_maximum(value: Any) -> Any:
     ordered = _instruction(flip, [Uint32], [float_bits(value)], pure=True)
     largest = _instruction("redux.sync.max.s32 $0, $1, 0xffffffff;", [Uint32], [ordered])
     return bits_float(_instruction(flip, [Uint32], [largest], pure=True))
+
+
+def multiply(left: Any, right: Any) -> Any:
+    """mul.rn.f32: never contracted into an fma, so that every variant rounds alike."""
+    return _instruction("mul.rn.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
+
+
+def add(left: Any, right: Any) -> Any:
+    """add.rn.f32: never contracted into an fma."""
+    return _instruction("add.rn.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
+
+
+def multiply_add(left: Any, right: Any, addend: Any) -> Any:
+    """fma.rn.f32: left * right + addend, one rounding."""
+    return _instruction("fma.rn.f32 $0, $1, $2, $3;", [Float32], [left, right, addend], pure=True)
+
+
+def replace_if_nan(word: Any, probe: Any, replacement: int) -> Any:
+    """selp.b32: `replacement` where the FP32 `probe` is NaN, else `word`."""
+    code = f"{{\n.reg .pred p;\nsetp.nan.f32 p, $2, $2;\nselp.b32 $0, {replacement:#x}, $1, p;\n}}"
+    return _instruction(code, [Uint32], [word, probe], pure=True)
+
+
+def select_less(left: Any, right: Any, below: Any, otherwise: Any) -> Any:
+    """selp.f32: `below` where the int32 `left` < `right`, else `otherwise`."""
+    code = "{\n.reg .pred p;\nsetp.lt.s32 p, $1, $2;\nselp.f32 $0, $3, $4, p;\n}"
+    return _instruction(code, [Float32], [left, right, below, otherwise], pure=True)
 
 
 def exp2(value: Any) -> Any:

@@ -1,0 +1,297 @@
+"""SparseDcpDecode: sparse MLA decode of one DCP layer over this rank's share of every row's top-k keys."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import torch
+from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass.cute.runtime import make_fake_stream
+
+from dcp_decode.kernels import arrival, ptx
+from dcp_decode.kernels.sparse_chunk import SparseChunk, store_fp8_pair_shared, transpose4
+from dcp_decode.kernels.sparse_config import (
+    CHUNK,
+    ROW_PITCH,
+    SPLIT,
+    THREADS,
+    SparseConfig,
+    SparseRefusal,
+    SparseRefused,
+    can_implement,
+    sparse_config,
+    sparse_for,
+    sparse_layout,
+)
+from dcp_decode.kernels.sparse_merge import SparseMerge
+from dcp_decode.kernels.sparse_query import SparseQuery
+from dcp_decode.mailbox import Mailbox, Stage
+
+__all__ = [
+    "SparseDcpDecode",
+    "compile_sparse",
+    "run_sparse",
+    "sparse_config",
+    "sparse_for",
+    "sparse_layout",
+    "store_fp8_pair_shared",
+    "transpose4",
+]
+
+
+class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
+    """The kernel specialised for one `SparseConfig`."""
+
+    def __init__(self, config: SparseConfig) -> None:
+        refusal = self.can_implement(config)
+        if refusal is not None:
+            raise SparseRefused(refusal)
+        self.config = config
+
+    @staticmethod
+    def can_implement(config: SparseConfig) -> SparseRefusal | None:
+        """None, or the typed reason why this configuration is refused."""
+        return can_implement(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        region: Int64,
+        table: Int64,
+        rank: Int32,
+        kv: Int64,
+        rows: Int64,
+        valid: Int64,
+        latent: Int64,
+        lse: Int64,
+        scale_log2: Float32,
+        out_scale: Float32,
+        deadline: Int64,
+        stream: cuda.CUstream,
+    ):
+        """Launch over (SPLIT, head tiles, batch rows); arguments as in `run_sparse`, addresses as integers."""
+        self.kernel(region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline).launch(
+            grid=self.config.grid,
+            block=[THREADS, 1, 1],
+            cluster=[SPLIT, 1, 1],
+            smem=self.config.shared.nbytes,
+            use_pdl=self.config.pdl,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        region: Int64,
+        table: Int64,
+        rank: Int32,
+        kv: Int64,
+        rows: Int64,
+        valid: Int64,
+        latent: Int64,
+        lse: Int64,
+        scale_log2: Float32,
+        out_scale: Float32,
+        deadline: Int64,
+    ):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        split, tile_group, row = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        lane = thread % 32
+        memory = cute.arch.get_dyn_smem(Uint8, alignment=1024)
+        shared = Int32(memory.toint())
+        barriers = cute.recast_ptr(memory, dtype=Int64)
+        if thread == 0:
+            for barrier in cutlass.range_constexpr(1 + config.buffers):
+                cute.arch.mbarrier_init(barriers + barrier, 1)
+            # Orders the initialisation before the relaxed cluster arrival for the peers' st.async and bulk copies.
+            cute.arch.mbarrier_init_fence()
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers, self.inbox_bytes)
+            ptx.store_shared(shared + config.shared.abort_flag, [Int32(0)])
+        cute.arch.cluster_arrive_relaxed()
+        if cutlass.const_expr(config.trigger_early):
+            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+
+        # First level of loads: none depends on another but the query words on the use number.
+        use = arrival.read_use(region, int(Stage.SPARSE))
+        width = Int32(config.geometry.topk)
+        count = ptx.load_global_int32(valid + Int64(row) * 4)
+        index = self.load_index(rows, row, split, Int32(0), warp, lane)
+        query_address = self.query_address(region, use, row, tile_group)
+        words = self.load_query(query_address, thread)
+        count = ptx.minimum_int32(ptx.maximum_int32(count, Int32(0)), width)
+        # Key j of the row goes to CTA j % SPLIT.
+        keys = (count - split + (SPLIT - 1)) // SPLIT
+        if keys > 0:
+            self.gather(kv, index, Int32(0), keys, warp, lane, shared, barriers)
+        if (thread == 0) & (split == 0) & (tile_group == 0) & (row == 0):
+            # The query stage has completed (dependency wait), so its use is over.
+            arrival.advance_use(region, int(Stage.QUERY))
+        self.receive_query(words, query_address, region, rank, use, deadline, row, tile_group, thread, shared)
+        cute.arch.sync_threads()
+        # Orders this thread's reads of arrived query words before whatever it and later stages write to any rank:
+        # no rank may see a push that follows these reads and overwrite the words before they were read.
+        cute.arch.fence_acq_rel_sys()
+        # Peers' barriers are initialised (their first arrival); then: this CTA has its query words.
+        cute.arch.cluster_wait()
+        cute.arch.cluster_arrive_relaxed()
+        if count > 0:
+            self.attend(
+                kv, rows, table, latent, lse, index, keys, scale_log2, out_scale, rank, use, row, tile_group, split,
+                warp, lane, shared, barriers,
+            )  # fmt: skip
+        else:
+            self.empty_row(table, latent, lse, rank, use, row, tile_group, split, warp, lane, shared)
+        if cutlass.const_expr(not config.trigger_early):
+            cute.arch.griddepcontrol_launch_dependents()
+        # All CTAs of the cluster have the query words: re-arm.
+        cute.arch.cluster_wait()
+        aborted = ptx.load_shared(shared + config.shared.abort_flag, 1, Int32)[0]
+        if aborted == 0:
+            self.rearm_query(query_address, split, thread)
+        if cutlass.const_expr(config.bulk):
+            # The peers' copies out of this CTA's staged partials have arrived.
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def attend(
+        self,
+        kv: Int64,
+        rows: Int64,
+        table: Int64,
+        latent: Int64,
+        lse: Int64,
+        first_index: Int32,
+        keys: Int32,
+        scale_log2: Float32,
+        out_scale: Float32,
+        rank: Int32,
+        use: Int32,
+        row: Int32,
+        tile_group: Int32,
+        split: Int32,
+        warp: Int32,
+        lane: Int32,
+        shared: Int32,
+        barriers: cute.Pointer,
+    ) -> None:
+        """All chunks of this CTA's keys (perhaps none), then the cluster's merge, for a row of count > 0."""
+        config = self.config
+        accumulators = cute.make_rmem_tensor(16 * config.tiles, Float32)
+        running_max = cute.make_rmem_tensor(config.tiles, Float32)
+        running_sum = cute.make_rmem_tensor(config.tiles, Float32)
+        accumulators.fill(0.0)
+        running_max.fill(float("-inf"))
+        running_sum.fill(0.0)
+        next_index = cute.make_rmem_tensor(1, Int32)
+        next_index[0] = Int32(0)
+        query = None
+        if cutlass.const_expr(self.query_in_registers):
+            query = self.query_fragments(0, warp, lane, shared)
+        chunks = (keys + (CHUNK - 1)) // CHUNK
+        if chunks > 1:
+            next_index[0] = self.load_index(rows, row, split, Int32(1), warp, lane)
+        for chunk in cutlass.range(chunks, unroll=1):
+            left = keys - chunk * CHUNK
+            buffer = chunk % config.buffers
+            base = shared + config.shared.keys + buffer * (CHUNK * ROW_PITCH)
+            if cutlass.const_expr(config.buffers == 2):
+                # The other buffer is free: all its readers passed the first barrier of the previous chunk.
+                if left > CHUNK:
+                    self.gather(kv, next_index[0], chunk + 1, left - CHUNK, warp, lane, shared, barriers)
+                    next_index[0] = self.load_index(rows, row, split, chunk + 2, warp, lane)
+            cute.arch.mbarrier_wait(barriers + (1 + buffer), chunk // config.buffers % 2)
+            self.scores(query, base, warp, lane, shared)
+            value_words = self.load_values(base, left, warp, lane)
+            # Partial scores are complete, and the key buffer has been read.
+            cute.arch.sync_threads()
+            if cutlass.const_expr(config.buffers == 1):
+                if left > CHUNK:
+                    self.gather(kv, next_index[0], chunk + 1, left - CHUNK, warp, lane, shared, barriers)
+                    next_index[0] = self.load_index(rows, row, split, chunk + 2, warp, lane)
+            self.softmax(running_max, running_sum, left, scale_log2, warp, lane, shared)
+            values = self.transpose_values(value_words)
+            # P and the rescale factors are complete, and the scores have been read.
+            cute.arch.sync_threads()
+            if chunk > 0:
+                self.rescale_accumulators(accumulators, lane, shared)
+            self.values(accumulators, values, 0, lane, shared)
+            if left > 32:
+                self.values(accumulators, values, 1, lane, shared)
+
+        owner_bases = self.owner_bases(table, tile_group, warp)
+        if cutlass.const_expr(config.bulk):
+            self.stage(accumulators, split, warp, lane, shared)
+            self.send_statistics(running_max, running_sum, split, warp, lane, shared)
+            cute.arch.sync_threads()
+            self.send_staged(split, warp, lane, shared)
+        else:
+            self.exchange(accumulators, split, warp, lane, shared)
+            self.send_statistics(running_max, running_sum, split, warp, lane, shared)
+            # This CTA's own partials are complete.
+            cute.arch.sync_threads()
+        cute.arch.mbarrier_wait(barriers, 0)
+        for tile in cutlass.range_constexpr(config.tiles):
+            owner_base = owner_bases[tile] if config.push else Int64(0)
+            self.merge(tile, owner_base, latent, lse, out_scale, rank, use, row, tile_group, split, warp, lane, shared)
+
+
+@lru_cache(maxsize=None)
+def compile_sparse(config: SparseConfig) -> Any:
+    """The compiled kernel of a configuration (cached); `SparseRefused` when it is refused.
+
+    The architecture compiled for is that of the CuTe DSL (`CUTE_DSL_ARCH`, else the device's).
+    """
+    kernel = SparseDcpDecode(config)
+    return cute.compile(kernel, *example_arguments(), make_fake_stream())
+
+
+def example_arguments() -> tuple[Any, ...]:
+    """Typed arguments of the compiled kernel, without the stream: for compilation and export."""
+    address = Int64(0)
+    return (
+        address, address, Int32(0), address, address, address, address, address, Float32(1.0), Float32(1.0), Int64(0),
+    )  # fmt: skip
+
+
+def run_sparse(
+    kernel: Any,
+    mailbox: Mailbox,
+    kv: torch.Tensor,
+    rows: torch.Tensor,
+    valid: torch.Tensor,
+    latent: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    deadline_nanoseconds: int,
+    stream: int,
+) -> None:
+    """Launch a compiled kernel on one rank's mailbox; returns without waiting.
+
+    mailbox: this rank's, on the GPU: its query mailbox is read, the use counter of stage SPARSE says which generation.
+    kv: uint8 [N, 576], the flat cache, contiguous rows. rows: int32 [>= B, K], this rank's flat rows as a prefix.
+    valid: int32 [>= B], their counts (0 .. K). latent: bf16 [>= B, padded, 512] and lse: fp32 [>= B, padded], the
+    outputs of the local route (natural-log LSE; only the first `heads` of a row are written); None for push.
+    deadline_nanoseconds: of every wait. stream: CUDA stream handle.
+    """
+    geometry = mailbox.geometry
+    kernel(
+        Int64(mailbox.memory.local.data_ptr()),
+        Int64(mailbox.memory.addresses.data_ptr()),
+        Int32(mailbox.rank),
+        Int64(kv.data_ptr()),
+        Int64(rows.data_ptr()),
+        Int64(valid.data_ptr()),
+        Int64(0 if latent is None else latent.data_ptr()),
+        Int64(0 if lse is None else lse.data_ptr()),
+        Float32(geometry.scale_log2),
+        Float32(geometry.k_scale),
+        Int64(deadline_nanoseconds),
+        cuda.CUstream(stream),
+    )
