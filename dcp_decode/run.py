@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-needle = None
 from dcp_decode.cache import FlatCache, PagePool
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
@@ -30,7 +29,7 @@ from dcp_decode.service import Service, ServiceSettings, StepPlan
 from dcp_decode.step import Batch, BeforeStage, LayerRun, RankState, verify_layer
 from dcp_decode.topk import check_row_range
 from dcp_decode.trace import TraceRequest, read_trace, synthetic_requests
-from dcp_decode.verification import Verifier, WorstRow
+from dcp_decode.verification import Verifier, WorstRow, check_needle_group
 from dcp_decode.workload import Workload
 
 FAMILY = "seed"
@@ -143,7 +142,11 @@ def _open_fabric(config: RunConfig, control: ControlPlane) -> Iterator[Fabric]:
         raise UnsupportedEnvironment(f"parallel.device = {device!r}, parallel.fabric = {name!r}: only CPU yet")
     if name == "auto":
         name = "loopback" if control.size == 1 else "shm"
-    fabric: Fabric = LoopbackFabric(config.parallel.dcp) if name == "loopback" else ShmFabric(control)
+    fabric: Fabric
+    if name == "loopback":
+        fabric = LoopbackFabric(config.parallel.dcp)
+    else:
+        fabric = ShmFabric(control)
     try:
         yield fabric
     finally:
@@ -186,7 +189,8 @@ class Run:
     def complete(self, on_progress: Callable[[Progress], None] | None) -> RunSummary:
         """Drain the service (or stop at max_steps), then gather what all ranks measured."""
         if self.config.verify.mode != "off":
-            needle.check_group([state.stages for state in self.ranks], self.geometry, self.config.parallel.route)
+            group = [state.stages for state in self.ranks]
+            check_needle_group(group, self.geometry, self.config.parallel.route, self.config.workload.seed)
             self.control.barrier("needle test")
         while (plan := self.service.next_step()) is not None:
             self._step(plan)

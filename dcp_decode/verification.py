@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from dcp_decode import cache, numerics, oracle, topk
+from dcp_decode.cpu.stages import CpuStages
 from dcp_decode.errors import WrongResult
 from dcp_decode.geometry import Geometry
+from dcp_decode.mailbox import Stage
+from dcp_decode.needle import build_needle, check_needle
 from dcp_decode.service import VerifyRow
 from dcp_decode.step import Batch, LayerRun, own_heads
 from dcp_decode.workload import Workload
@@ -110,3 +113,35 @@ class Verifier:
             for row in rows
         ]
         return numerics.quantize_e4m3(torch.cat(made), self.geometry.q_scale)
+
+
+def check_needle_group(group: list[CpuStages], geometry: Geometry, route: str, seed: int) -> None:
+    """The needle test through the real mailboxes: one use in which every key must be counted exactly once.
+
+    Row 0 deals geometry.topk coded keys to the ranks as their positions would be; row 1 (if the mailbox has room) gives
+    them all to the last rank, so that the others push EMPTY_LSE. The query is 0, so every key has the same weight.
+    Raises WrongResult, naming a key that was lost or counted twice. Collective: every rank runs its `group`.
+    """
+    needle = build_needle(geometry.topk, seed, geometry)
+    keys = torch.arange(geometry.topk)
+    owners = [cache.owner(keys, geometry), torch.full_like(keys, geometry.dcp - 1)][: geometry.capacity]
+    query = torch.zeros(len(owners), geometry.owner_heads, numerics.ROW_BYTES, dtype=torch.bfloat16)
+
+    def selection(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        own = [keys[owner == rank] for owner in owners]
+        rows = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=-1)
+        return rows.to(torch.int32), torch.tensor([len(one) for one in own], dtype=torch.int32)
+
+    for stages in group:
+        stages.query_push(query)
+    if route == "push":
+        for stages in group:
+            stages.sparse_decode_push(needle.key_bytes, *selection(stages.rank))
+        merged = [stages.merge(len(owners), after=Stage.SPARSE) for stages in group]
+    else:
+        partials = [stages.sparse_decode_local(needle.key_bytes, *selection(stages.rank)) for stages in group]
+        for stages, partial in zip(group, partials, strict=True):
+            stages.value_push(partial)
+        merged = [stages.merge(len(owners), after=Stage.PUSH) for stages in group]
+    for rows in merged:
+        check_needle(needle, rows)
