@@ -142,11 +142,7 @@ def _open_fabric(config: RunConfig, control: ControlPlane) -> Iterator[Fabric]:
         raise UnsupportedEnvironment(f"parallel.device = {device!r}, parallel.fabric = {name!r}: only CPU yet")
     if name == "auto":
         name = "loopback" if control.size == 1 else "shm"
-    fabric: Fabric
-    if name == "loopback":
-        fabric = LoopbackFabric(config.parallel.dcp)
-    else:
-        fabric = ShmFabric(control)
+    fabric: Fabric = LoopbackFabric(config.parallel.dcp) if name == "loopback" else ShmFabric(control)
     try:
         yield fabric
     finally:

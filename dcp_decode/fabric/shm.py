@@ -37,7 +37,7 @@ class ShmFabric:
     def __init__(self, control: ControlPlane, folder: Path = SHARED_MEMORY) -> None:
         self.control = control
         self.size = control.size
-        self.local_ranks = (control.rank,)
+        self.local_ranks: tuple[int, ...] = (control.rank,)
         self.device = torch.device("cpu")
         self.folder = folder
 
