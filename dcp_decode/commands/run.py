@@ -45,17 +45,18 @@ def _run_rank(config: RunConfig, control: ControlPlane) -> RankReport:
     from dcp_decode.run import Progress, run_rank
 
     if control.rank != 0:
-        return _report(run_rank(config, control))
+        return report_of(run_rank(config, control))
     with progress_bar(config.service.max_steps) as show:
 
         def on_progress(progress: Progress) -> None:
             worst = progress.worst.error if progress.worst.bound else None
             show(progress.requests["finished"], progress.requests["in"], progress.steps, progress.tokens, worst)
 
-        return _report(run_rank(config, control, on_progress))
+        return report_of(run_rank(config, control, on_progress))
 
 
-def _report(summary: RunSummary) -> RankReport:
+def report_of(summary: RunSummary) -> RankReport:
+    """The figures of a run in the form of a rank's record."""
     from dcp_decode.statistics import stage_statistics
 
     checked = summary.worst.bound > 0
