@@ -24,7 +24,8 @@ Bounds: per column, `slack` is the largest |kernel - twin| that correct FP32 ari
    E4M3(P 2**-e) does: `flip_j` is that difference, mostly 0. It weighs flip_j * |v_j| / total.
 3. Weight of a chunk (eta): the anchor's error, rescaling factors, and the PV accumulation: n_cta * 2**-22 of
    sum P |v| for n_cta keys in a CTA (18 truncations at 2**-24 a group of 16 would be 2**-23.8 a key).
-4. total: the P-weighted mean of 2**e_j - 1, plus (n_cta + 16) * 2**-23 for its FP32 sum. It also bounds the LSE.
+4. total: the weighted means of 2**e_j and 2**-e_j, plus (n_cta + 16) * 2**-22 in the exponent for its FP32 sum. It
+   also bounds the LSE.
 5. BF16 of a partial: max over both ends of |BF16(twin +- slack) - BF16(twin)|; weights off by a factor 2**+-lambda_s
    move the merged row by at most sum W_s (2**lambda_s - 1) |part_s - merged| * 2**max(lambda); the merge's FP32 sums;
    half a BF16 unit of the merged row.
@@ -184,19 +185,21 @@ def source_partial(
     delta = loose_score_error(scores, queries, keys)
     rounding = FP32_UNIT * (logits.abs() + (logits - anchor).abs() + 2 * anchor.abs() + row_max.abs() + 4 * 9.0)
     rounding = torch.where(present[:, None], rounding, 0.0) + 2 * EXP2_LOG2_ERROR
-    probability = (E4M3_MAX * torch.exp2(logits - anchor)).nan_to_num_(nan=0.0)
+    gap = torch.where(present[:, None], logits - anchor, -torch.inf)
 
     near_max = (logits + factor * delta >= anchor) & present[:, None]
     loose = rounding + factor * (delta + _anchor_error(delta, near_max, family))
-    near_boundary = round_e4m3(probability * torch.exp2(loose)) != round_e4m3(probability * torch.exp2(-loose))
+    near_boundary = _e4m3_probability(gap + loose) != _e4m3_probability(gap - loose)
     delta = count_score_error(scores, delta, near_max | near_boundary, queries, keys)
     anchor_delta = factor * _anchor_error(delta, near_max, family)
     exponent_error = rounding + factor * delta + anchor_delta
 
-    rounded = round_e4m3(probability)
-    above = round_e4m3(probability * torch.exp2(exponent_error)) - rounded
-    below = rounded - round_e4m3(probability * torch.exp2(-exponent_error))
+    rounded = _e4m3_probability(gap)
+    above = _e4m3_probability(gap + exponent_error) - rounded
+    below = rounded - _e4m3_probability(gap - exponent_error)
     flip = torch.maximum(above, below)
+    # Past 2**60 a bound says nothing any more; the clamp keeps it finite.
+    anchor_delta, exponent_error = (anchor_delta + rounding).clamp_max_(60.0), exponent_error.clamp_max_(60.0)
 
     weight = torch.exp2(logits - row_max)
     weight_sum = weight.sum(-1, keepdim=True).clamp_min(SMALLEST_NORMAL)
@@ -206,11 +209,11 @@ def source_partial(
     oracle, twin = (coefficients @ keys.values[..., :LATENT_DIM] * geometry.k_scale).split(heads, 1)
 
     cta_keys = family.keys_per_cta(counts)[:, None, None].to(torch.float64)
-    eta = torch.exp2(anchor_delta + rounding) * (1 + ACCUMULATOR_UNIT * cta_keys) - 1
+    eta = torch.exp2(anchor_delta) * (1 + ACCUMULATOR_UNIT * cta_keys) - 1
     slack_weight = chunk_weight * (rounded * eta + flip * (1 + eta))
-    total_error = (weight * (torch.exp2(exponent_error) - 1)).sum(-1, keepdim=True) / weight_sum
-    total_error = (total_error + (cta_keys + 16) * 2 * FP32_UNIT).clamp_max(0.5)
-    total_log2 = -torch.log2(1 - total_error)  # (R, H, 1)
+    most = (weight * torch.exp2(exponent_error)).sum(-1, keepdim=True) / weight_sum
+    least = (weight * torch.exp2(-exponent_error)).sum(-1, keepdim=True) / weight_sum
+    total_log2 = torch.maximum(most, 1 / least).log2() + (cta_keys + 16) * 4 * FP32_UNIT  # (R, H, 1)
     # FP32 product: its own error (2048 * 2**-24) and underflow stay below the factor and the last term.
     spread = slack_weight.float() @ keys.magnitudes[..., :LATENT_DIM]
     grow = torch.exp2(total_log2)
@@ -365,3 +368,8 @@ def _weighted(weight: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tenso
 def _anchor_error(delta: torch.Tensor, near_max: torch.Tensor, family: Family) -> torch.Tensor:
     """Error [R, H, L] of each key's anchor: only keys that could be the running max can move it."""
     return family.per_key(family.chunk_max(torch.where(near_max, delta, 0.0), 0.0), delta.shape[-1])
+
+
+def _e4m3_probability(gap: torch.Tensor) -> torch.Tensor:
+    """E4M3(448 * 2**gap) of exponents below the anchor; gaps above 0 saturate."""
+    return round_e4m3((E4M3_MAX * torch.exp2(gap)).clamp_max_(E4M3_MAX))

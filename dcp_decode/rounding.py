@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dcp_decode.numerics import E4M3_MAX, ROW_BYTES
+from dcp_decode.numerics import ROW_BYTES
 
 ACCUMULATOR_UNIT = 2.0**-22  # grid of an accumulation relative to its largest operand's power of two
 
@@ -51,9 +51,9 @@ def power_of_two(values: torch.Tensor) -> torch.Tensor:
 
 
 def round_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Non-negative FP64 values to the nearest E4M3 value, ties to even, saturating; FP64."""
+    """Non-negative FP64 values (at most 448) to the nearest E4M3 value, ties to even; FP64."""
     step = (power_of_two(values) * 2.0**-3).clamp_min_(2.0**-9)
-    return (torch.round(values / step) * step).clamp_max_(E4M3_MAX)
+    return torch.round(values / step) * step
 
 
 def bf16_spacing(values: torch.Tensor) -> torch.Tensor:

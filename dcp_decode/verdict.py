@@ -85,8 +85,9 @@ def judge(
             column = int(use.nan_to_num(nan=torch.inf).argmax())
             problem = (
                 f"{where}: error {error_oracle[row, head]:.3g} against the oracle "
-                f"(bound {bound_oracle[row, head]:.3g}), {error_twin[row, head]:.3g} against "
-                f"the twin (bound {bound_twin[row, head]:.3g}); worst column {column} is {values[row, head, column]:.6g}, expected {twin[row, head, column]:.6g} "
+                f"(bound {bound_oracle[row, head]:.3g}), {error_twin[row, head]:.3g} against the twin "
+                f"(bound {bound_twin[row, head]:.3g}); worst column {column} is "
+                f"{values[row, head, column]:.6g}, expected {twin[row, head, column]:.6g} "
                 f"+- {slack[row, head, column]:.2g}"
             )
     quiet = torch.where(poisoned, 0.0, 1.0) > 0
