@@ -1,8 +1,11 @@
 """The life of one rank's process, the same under every launcher: connect, run the body, leave a record.
 
 A body is a function of the control plane that returns a `RankReport`. However it ends, `run_as_rank` writes the
-rank's record, tells the peers, and returns the record; SIGTERM (torchrun and mpirun end survivors with it within
-0.25 s of a death) writes the record from the signal handler and ends the process there.
+rank's record, tells the peers, and returns the record.
+
+torchrun and mpirun end survivors with SIGTERM within 0.25 s of a death, often before they have noticed it themselves.
+A rank told to stop therefore goes on for LAST_WORDS_SECONDS: a wait for the dead rank then fails by itself and its
+record says who waited for whom. Otherwise an alarm writes the record and ends the process.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from dcp_decode.records import Outcome, RankRecord, RankReport, write_record
 
 Body = Callable[[ControlPlane], RankReport]
 
+LAST_WORDS_SECONDS = 0.5  # several looks at the peers (plane.LIVENESS_SECONDS), well before anybody's SIGKILL
+
 
 class RankProcess:
     """This process as rank `rank`; folder None keeps no record files."""
@@ -38,7 +43,8 @@ class RankProcess:
 
     def handle_terminate(self) -> None:
         """From now on SIGTERM leaves a record; early, before slow imports and connections."""
-        signal.signal(signal.SIGTERM, self._terminate)
+        signal.signal(signal.SIGALRM, self._terminate)
+        signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, LAST_WORDS_SECONDS))
 
     def run(self, connect: Callable[[], ControlPlane], body: Body) -> RankRecord:
         """Connect and run the body. Never raises: every failure is in the record."""

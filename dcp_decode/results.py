@@ -107,7 +107,7 @@ def _document(plan: Plan, records: list[RankRecord]) -> dict[str, Any]:
         "device": next((record.device for record in records if record.device is not None), None),
         "versions": environment.versions(),
         "ranks": plan.config["parallel"]["dcp"],
-        "process_ids": [record.process_id for record in records],
+        "process_ids": [record.process_id or None for record in records],
         **{key: report.get(key) for key in REPORT_KEYS},
         "seconds": max((record.ended for record in records), default=plan.started) - plan.started,
         "expired_waits": [wait for record in records for wait in record.expired_waits],

@@ -5,4 +5,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/session.sh"
 
 prepare torchrun "$@"
-launch "$bin/python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m dcp_decode "$@"
+launch "$bin/python" -m dcp_decode.control.agent --standalone --nproc-per-node "$ranks" -m dcp_decode "$@"
