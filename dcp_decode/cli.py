@@ -65,7 +65,7 @@ def _refuse(error: DcpDecodeError, environment: Mapping[str, str]) -> int:
             RankRecord(rank, os.getpid(), socket.gethostname(), "failed", error.exit_code, now, str(error)),
         )
     if rank == 0:
-        print(f"dcp-decode: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         # The first rank to leave makes torchrun and mpirun end the others: that must be rank 0, after its line.
         time.sleep(REFUSAL_SECONDS)

@@ -56,7 +56,7 @@ def publish(conclusion: Conclusion, plan: Plan) -> None:
     Bad input or environment: nothing ran, so there is only the error.
     """
     if conclusion.exit_code == BAD_INPUT:
-        print(f"dcp-decode: {conclusion.error}", file=sys.stderr, flush=True)
+        print(f"error: {conclusion.error}", file=sys.stderr, flush=True)
         return
     path = write_document(conclusion.document, plan.output, plan.started)
     if conclusion.document["digest"] is not None:
@@ -66,7 +66,7 @@ def publish(conclusion: Conclusion, plan: Plan) -> None:
         console.print(_table(conclusion.document))
         sys.stdout.flush()
     if conclusion.error is not None:
-        print(f"dcp-decode: {conclusion.error}", file=sys.stderr, flush=True)
+        print(f"error: {conclusion.error}", file=sys.stderr, flush=True)
     print(path, flush=True)
 
 

@@ -5,7 +5,7 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bin="$root/.venv/bin"
 if [[ ! -x "$bin/python" ]]; then
-  echo "dcp-decode: no $bin/python: run make first" >&2
+  echo "error: no $bin/python: run make first" >&2
   exit 2
 fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
