@@ -158,7 +158,8 @@ def source_partial(
 ) -> Partial:
     """One source's partial of queries uint8 [R, H, 576] over keys uint8 [R, L, 576], of which row r uses counts[r].
 
-    Memory is about 15 FP64 tensors [R, H, L] and one [R, L, 576]; `walk_partial` splits large R.
+    Memory is about 15 FP64 tensors [R, H, L] and two [R, L, 576]; `walk_partial` splits large R. Runs on any device;
+    its FP32 products are not TF32 (torch's default).
     """
     length = key_bytes.shape[1]
     heads = query_bytes.shape[1]
