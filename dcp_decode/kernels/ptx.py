@@ -15,12 +15,13 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-_REGISTER = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l", Int16: "h", Uint16: "h"}
+_IR: Any = ir  # its members are made at run time
+_REGISTER: dict[Any, str] = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l", Int16: "h", Uint16: "h"}
 
 
 @dsl_user_op
 def _instruction(
-    code: str, outputs: Sequence[type], inputs: Sequence[Any], pure: bool = False, *, loc: Any = None, ip: Any = None
+    code: str, outputs: Sequence[Any], inputs: Sequence[Any], pure: bool = False, *, loc: Any = None, ip: Any = None
 ) -> Any:
     """PTX text with $0.. = outputs then inputs; one output as a value, several as a list."""
     operands = [Int32(value) if isinstance(value, int) else value for value in inputs]
@@ -31,7 +32,7 @@ def _instruction(
     elif len(kinds) == 1:
         result_type = kinds[0]
     else:
-        result_type = ir.Type.parse(f"!llvm.struct<({', '.join(map(str, kinds))})>")
+        result_type = _IR.Type.parse(f"!llvm.struct<({', '.join(map(str, kinds))})>")
     result = llvm.inline_asm(
         result_type,
         [value.ir_value(loc=loc, ip=ip) for value in operands],
@@ -122,7 +123,7 @@ def global_nanoseconds() -> Any:
 # Shared memory and clusters ------------------------------------------------------------------------------------------
 
 
-def load_shared(address: Any, count: int, kind: type = Float32) -> list[Any]:
+def load_shared(address: Any, count: int, kind: Any = Float32) -> list[Any]:
     """ld.shared[.v2/.v4].b32: `count` adjacent words."""
     values = _instruction(
         f"ld.shared{_VECTOR_SUFFIX[count]}.b32 {_vector(0, count)}, [${count}];", [kind] * count, [address]

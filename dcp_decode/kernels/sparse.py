@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -71,7 +71,7 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
         out_scale: Float32,
         deadline: Int64,
         stream: cuda.CUstream,
-    ):
+    ) -> None:
         """Launch over (SPLIT, head tiles, batch rows); arguments as in `run_sparse`, addresses as integers."""
         self.kernel(region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline).launch(
             grid=self.config.grid,
@@ -96,7 +96,7 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
         scale_log2: Float32,
         out_scale: Float32,
         deadline: Int64,
-    ):
+    ) -> None:
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         split, tile_group, row = cute.arch.block_idx()
@@ -202,7 +202,7 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
             left = keys - chunk * CHUNK
             buffer = chunk % config.buffers
             base = shared + config.shared.keys + buffer * (CHUNK * ROW_PITCH)
-            if cutlass.const_expr(config.buffers == 2):
+            if cutlass.const_expr(config.buffers == 2):  # noqa: SIM102 (a static and a dynamic condition)
                 # The other buffer is free: all its readers passed the first barrier of the previous chunk.
                 if left > CHUNK:
                     self.gather(kv, next_index[0], chunk + 1, left - CHUNK, warp, lane, shared, barriers)
@@ -212,7 +212,7 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
             value_words = self.load_values(base, left, warp, lane)
             # Partial scores are complete, and the key buffer has been read.
             cute.arch.sync_threads()
-            if cutlass.const_expr(config.buffers == 1):
+            if cutlass.const_expr(config.buffers == 1):  # noqa: SIM102
                 if left > CHUNK:
                     self.gather(kv, next_index[0], chunk + 1, left - CHUNK, warp, lane, shared, barriers)
                     next_index[0] = self.load_index(rows, row, split, chunk + 2, warp, lane)
@@ -243,7 +243,7 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
             self.merge(tile, owner_base, latent, lse, out_scale, rank, use, row, tile_group, split, warp, lane, shared)
 
 
-@lru_cache(maxsize=None)
+@cache
 def compile_sparse(config: SparseConfig) -> Any:
     """The compiled kernel of a configuration (cached); `SparseRefused` when it is refused.
 

@@ -77,7 +77,7 @@ def transpose4(words: list[Any]) -> list[Any]:
 
 def load_query_fragments(address: Any) -> list[list[Any]]:
     """E4M3 words (head g, head g + 8) of the 9 steps at a lane's ldmatrix address."""
-    fragments = []
+    fragments: list[list[Any]] = []
     for step in range(0, DEPTH_STEPS, 2):
         words = ptx.load_matrices(address + step * STEP_BYTES, 4 if step + 1 < DEPTH_STEPS else 2)
         fragments.extend(words[pair : pair + 2] for pair in range(0, len(words), 2))
@@ -273,7 +273,9 @@ class SparseChunk:
                 accumulators[first + 3] = ptx.multiply(accumulators[first + 3], lower)
 
     @cute.jit
-    def values(self, accumulators: cute.Tensor, values: Any, step: cutlass.Constexpr, lane: Int32, shared: Int32):
+    def values(
+        self, accumulators: cute.Tensor, values: Any, step: cutlass.Constexpr, lane: Int32, shared: Int32
+    ) -> None:
         """accumulators += P . V over one 32-key step.
 
         accumulators: (tiles, 2 column halves, 2 parities, 4) FP32 of m16n8: [0], [1] head g, [2], [3] head g + 8,

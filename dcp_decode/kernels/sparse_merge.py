@@ -172,7 +172,7 @@ class SparseMerge:
             partial = ptx.load_shared(place + line * INBOX_PITCH + lane * 16, 4)
             weight = ptx.exp2(ptx.add(statistics[cta][0], -largest))
             total = ptx.multiply_add(weight, statistics[cta][1], total)
-            sums = [ptx.multiply_add(weight, part, before) for part, before in zip(partial, sums)]
+            sums = [ptx.multiply_add(weight, part, before) for part, before in zip(partial, sums, strict=True)]
         inverse = ptx.divide(Float32(1.0), total)
         merged = [ptx.multiply(ptx.multiply(value, inverse), out_scale) for value in sums]
         words = [
@@ -267,7 +267,7 @@ class SparseMerge:
         if aborted == 0:
             for tile in cutlass.range_constexpr(self.config.tiles):
                 head = tile_group * self.config.head_rows + tile * HEADS + warp
-                if cutlass.const_expr(not self.config.push):
+                if cutlass.const_expr(not self.config.push):  # noqa: SIM102 (a static and a dynamic condition)
                     if lane % 2 == 0:
                         zero = Uint32(0)
                         column_bytes = split * (COLUMNS * 2) + lane * 8
