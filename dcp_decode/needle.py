@@ -40,12 +40,16 @@ STRAY_BYTE = 0x7E  # 448 in every column: what cache rows that no row selects sh
 
 @dataclass(frozen=True)
 class Needle:
-    """Coded keys: key_bytes uint8 [count, 576], the column int64 [count] and digit FP64 [count] of each key."""
+    """Coded keys: key_bytes uint8 [count, 576], the column int64 [count] and digit FP64 [count] of each key.
+
+    separation: powers of two by which an address query weighs its key above any other.
+    """
 
     key_bytes: torch.Tensor
     columns: torch.Tensor
     digits: torch.Tensor
     k_scale: float
+    separation: float
 
     @property
     def count(self) -> int:
@@ -57,10 +61,7 @@ class Needle:
 
 
 def build_needle(count: int, seed: int, geometry: Geometry) -> Needle:
-    """`count` coded keys (1 .. 2048), in a permutation and with sign codes that `seed` decides.
-
-    ConfigError if scale_log2 is too small for any E4M3 magnitude to address one key.
-    """
+    """`count` coded keys (1 .. 2048, else ConfigError), in a permutation and with sign codes that `seed` decides."""
     if not 1 <= count <= MAX_TOPK:
         raise ConfigError("needle count", count, f"must be in 1 .. {MAX_TOPK}")
     generator = torch.Generator().manual_seed(seed)
@@ -68,14 +69,24 @@ def build_needle(count: int, seed: int, geometry: Geometry) -> Needle:
     signs = torch.randint(0, 2, (count, ROPE_DIM), generator=generator).double() * 2 - 1
     columns, level = place % LATENT_DIM, place // LATENT_DIM
     digits = torch.tensor(DIGITS, dtype=torch.float64)[level]
+    magnitude, separation = _code_magnitude(signs, geometry)
     values = torch.zeros(count, ROW_BYTES, dtype=torch.float64)
     values[torch.arange(count), columns] = digits
-    values[:, LATENT_DIM:] = signs * _code_magnitude(signs, geometry)
-    return Needle(e4m3_bytes(values.float()), columns, digits, geometry.k_scale)
+    values[:, LATENT_DIM:] = signs * magnitude
+    return Needle(e4m3_bytes(values.float()), columns, digits, geometry.k_scale, separation)
 
 
 def address_queries(needle: Needle, targets: torch.Tensor) -> torch.Tensor:
-    """Query bytes uint8 [..., 576] that single out key targets[...] (int64); all-zero bytes are the count query."""
+    """Query bytes uint8 [..., 576] that single out key targets[...] (int64); all-zero bytes are the count query.
+
+    ConfigError if the geometry's scale_log2 is so small that no E4M3 code can single out a key.
+    """
+    if needle.separation < MARGIN:
+        raise ConfigError(
+            "needle separation",
+            needle.separation,
+            f"must be at least {MARGIN:g} powers of two: scale_log2 is too small",
+        )
     queries = torch.zeros(*targets.shape, ROW_BYTES, dtype=torch.uint8)
     queries[..., LATENT_DIM:] = needle.key_bytes[targets, LATENT_DIM:]
     return queries
@@ -136,15 +147,12 @@ def check_addressed(needle: Needle, out: torch.Tensor, targets: torch.Tensor) ->
         )
 
 
-def _code_magnitude(signs: torch.Tensor, geometry: Geometry) -> float:
-    """Smallest power of two that separates the closest pair of sign codes [count, 64] by `MARGIN`."""
+def _code_magnitude(signs: torch.Tensor, geometry: Geometry) -> tuple[float, float]:
+    """Smallest power of two that separates sign codes [count, 64] by `MARGIN`, else 256; and the separation."""
     agreement = (signs @ signs.mT).fill_diagonal_(-float(ROPE_DIM))
-    distance = ROPE_DIM - float(agreement.max())
-    for exponent in range(9):
-        magnitude = 2.0**exponent
-        if distance * magnitude**2 * geometry.scale_log2 >= MARGIN:
-            return magnitude
-    raise ConfigError("scale_log2", geometry.scale_log2, f"must be at least {MARGIN / (distance * 2.0**16):.3g}")
+    unit = (ROPE_DIM - float(agreement.max())) * geometry.scale_log2
+    magnitude = next((2.0**power for power in range(9) if unit * 4.0**power >= MARGIN), 256.0)
+    return magnitude, unit * magnitude**2
 
 
 def _explain(needle: Needle, seen: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor) -> str:

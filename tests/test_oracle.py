@@ -489,8 +489,15 @@ def test_needle_refuses_what_it_cannot_code() -> None:
     for count in (0, 2049):
         with pytest.raises(ConfigError, match="needle count"):
             build_needle(count, 0, KIMI)
-    with pytest.raises(ConfigError, match="scale_log2"):
-        build_needle(64, 0, replace(KIMI, q_scale=2.0**-40))
+    # A scale too small to address one key still counts all of them.
+    tiny = replace(KIMI, q_scale=2.0**-40)
+    needle = build_needle(64, 0, tiny)
+    check_needle(
+        needle,
+        decode(torch.zeros(1, 1, 576, dtype=torch.uint8), needle.key_bytes[None], spaced_source(1, 64, 8), tiny)[0],
+    )
+    with pytest.raises(ConfigError, match="needle separation"):
+        address_queries(needle, torch.tensor([[3]]))
 
 
 def test_a_lost_key_of_a_flat_row_hides_from_both_norms() -> None:
