@@ -78,9 +78,10 @@ class Geometry:
                 f"times log2(e) must lie in {smallest_normal:.3g} .. {limit:.3g}, so that a score of 576 saturated "
                 "products stays finite in FP32",
             )
+        # 448 * scale must stay finite in BF16 (at most 2**127), and 1 / scale a normal FP32 number.
         for key, scale in (("cache.q_scale", self.q_scale), ("cache.k_scale", self.k_scale)):
-            if not smallest_normal <= scale <= 2.0**126:
-                raise ConfigError(key, scale, "scale and 1 / scale must be normal FP32 numbers (2**-126 .. 2**126)")
+            if not 2.0**-118 <= scale <= 2.0**118:
+                raise ConfigError(key, scale, "must be in 2**-118 .. 2**118, so that 448 * scale stays finite in BF16")
 
     @property
     def owner_heads(self) -> int:

@@ -6,6 +6,7 @@ caches, the page tables, the top-k exchange, the mailboxes and the stages all st
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,8 @@ class Verifier:
             )
             verdict.require(place)
             worst = verdict.worst
+            if not math.isfinite(worst.bound):
+                raise WrongResult(f"{place}: the error bound is not finite at these scales, so nothing is verified")
             candidate = WorstRow(
                 worst.error, worst.bound, f"step {step}, layer {run.layer}, rank {rank}, row {start + worst.row}"
             )
