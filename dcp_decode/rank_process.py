@@ -3,9 +3,10 @@
 A body is a function of the control plane that returns a `RankReport`. However it ends, `run_as_rank` writes the
 rank's record, tells the peers, and returns the record.
 
-torchrun and mpirun end survivors with SIGTERM within 0.25 s of a death, often before they have noticed it themselves.
-A rank told to stop therefore goes on for LAST_WORDS_SECONDS: a wait for the dead rank then fails by itself and its
-record says who waited for whom. Otherwise an alarm writes the record and ends the process.
+torchrun and mpirun end survivors with SIGTERM within 0.25 s of a death, often before they have noticed it themselves;
+torchrun follows with SIGKILL after 30 s, mpirun after 0.25 s (both measured). So a rank told to stop writes a record at
+once, then goes on for LAST_WORDS_SECONDS: a wait for the dead rank fails by itself meanwhile, and that better record
+replaces the first. Otherwise an alarm ends the process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dcp_decode.records import Outcome, RankRecord, RankReport, write_record
 
 Body = Callable[[ControlPlane], RankReport]
 
-LAST_WORDS_SECONDS = 0.5  # several looks at the peers (plane.LIVENESS_SECONDS), well before anybody's SIGKILL
+LAST_WORDS_SECONDS = 0.5  # several looks at the peers (plane.LIVENESS_SECONDS)
 
 
 class RankProcess:
@@ -42,9 +43,9 @@ class RankProcess:
         self._own_record: RankRecord | None = None  # once it stands, SIGTERM doesn't change it
 
     def handle_terminate(self) -> None:
-        """From now on SIGTERM leaves a record; early, before slow imports and connections."""
-        signal.signal(signal.SIGALRM, self._terminate)
-        signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, LAST_WORDS_SECONDS))
+        """From now on SIGTERM leaves a record; early, before slow connections."""
+        signal.signal(signal.SIGTERM, self._terminate)
+        signal.signal(signal.SIGALRM, self._leave)
 
     def run(self, connect: Callable[[], ControlPlane], body: Body) -> RankRecord:
         """Connect and run the body. Never raises: every failure is in the record."""
@@ -80,7 +81,7 @@ class RankProcess:
         )
 
     def _record(self, outcome: Outcome, exit_code: int, error: str | None, **details: object) -> RankRecord:
-        dead = {} if self.control is None else self.control.dead_peers()
+        dead = {} if self.control is None else self.control.dead_peers(at_once=True)
         return RankRecord(
             rank=self.rank,
             process_id=os.getpid(),
@@ -99,15 +100,20 @@ class RankProcess:
             write_record(self.folder, record)
 
     def _terminate(self, _number: int, _frame: FrameType | None) -> None:
-        record = self._own_record
-        if record is None:
-            waits = [] if self.control is None else self.control.waits()
-            record = self._record(
-                "terminated", WAIT_EXPIRED, "told to stop (SIGTERM)", consequence=True, expired_waits=waits
-            )
-        self._write(record)
-        # Neither the interpreter's exit handlers nor MPI_Finalize: both may wait for peers that are gone.
-        leave(record.exit_code)
+        if self._own_record is not None:
+            return  # it is ending anyway
+        waits = [] if self.control is None else self.control.waits()
+        record = self._record(
+            "terminated", WAIT_EXPIRED, "told to stop (SIGTERM)", consequence=True, expired_waits=waits
+        )
+        if self.folder is not None:
+            write_record(self.folder, record)
+        signal.setitimer(signal.ITIMER_REAL, LAST_WORDS_SECONDS)
+
+    def _leave(self, _number: int, _frame: FrameType | None) -> None:
+        if self._own_record is None:
+            # Neither the interpreter's exit handlers nor MPI_Finalize: both may wait for peers that are gone.
+            leave(WAIT_EXPIRED)
 
 
 def leave(exit_code: int) -> None:

@@ -84,8 +84,8 @@ class ControlPlane(Protocol):
 
     def barrier(self, label: str) -> None: ...
 
-    def dead_peers(self) -> dict[int, str]:
-        """Ranks that can't go on, each with the reason; looks at most every LIVENESS_SECONDS."""
+    def dead_peers(self, at_once: bool = False) -> dict[int, str]:
+        """Ranks that can't go on, each with the reason; looks at most every LIVENESS_SECONDS unless `at_once`."""
         ...
 
     def waits(self) -> list[dict[str, object]]:
@@ -141,9 +141,9 @@ class PolledControlPlane(ABC):
     def barrier(self, label: str) -> None:
         self.all_gather(None, label)
 
-    def dead_peers(self) -> dict[int, str]:
+    def dead_peers(self, at_once: bool = False) -> dict[int, str]:
         now = time.monotonic()
-        if now >= self._next_look:
+        if at_once or now >= self._next_look:
             self._next_look = now + LIVENESS_SECONDS
             failures = self._failures()
             me = self.peers[self.rank] if self.peers else None

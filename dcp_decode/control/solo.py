@@ -30,7 +30,7 @@ class SoloControlPlane:
     def barrier(self, label: str) -> None:
         pass
 
-    def dead_peers(self) -> dict[int, str]:
+    def dead_peers(self, at_once: bool = False) -> dict[int, str]:
         return {}
 
     def waits(self) -> list[dict[str, object]]:
