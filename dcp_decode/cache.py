@@ -69,6 +69,7 @@ class PagePool:
     def __init__(self, pages: int) -> None:
         self.capacity = pages
         self._free = list(range(pages - 1, -1, -1))
+        self._taken: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -78,13 +79,16 @@ class PagePool:
         """`count` page numbers, or None (and no change) if fewer are free."""
         if count > len(self._free):
             return None
-        return tuple(self._free.pop() for _ in range(count))
+        pages = tuple(self._free.pop() for _ in range(count))
+        self._taken.update(pages)
+        return pages
 
     def release(self, pages: tuple[int, ...]) -> None:
-        """Give pages back; one that is free already is a double release and refused."""
-        twice = set(pages) & set(self._free)
-        if twice:
-            raise ValueError(f"pages {sorted(twice)} are free already")
+        """Give pages back. A page that is not taken, or named twice, is refused and nothing changes (ValueError)."""
+        returned = set(pages)
+        if len(returned) < len(pages) or not returned <= self._taken:
+            raise ValueError(f"pages {pages}: {sorted(returned - self._taken)} are not taken, or one is named twice")
+        self._taken -= returned
         self._free.extend(pages)
 
 
