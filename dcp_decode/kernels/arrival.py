@@ -10,6 +10,8 @@ words are used from the registers that were checked.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
@@ -45,22 +47,22 @@ def wait_words(
     row: Int32,
     head: Int32,
     first_word: Int32,
+    count: cutlass.Constexpr = 4,
 ) -> Int32:
-    """Wait until the four words at `address` have arrived in `words`; 1 when aborted or expired, else 0.
+    """Wait until the `count` (4 or 1) words at `address` have arrived in `words`; 1 when aborted or expired, else 0.
 
-    words: Uint32 [4] registers, in: the first load, out: what arrived. region: own region (abort word, record).
+    words: Uint32 [count] registers, in: the first load, out: what arrived. region: own region (abort word, record).
     deadline: nanoseconds. The remaining fields name the wait in the record.
     """
     aborted = Int32(0)
-    armed = Uint32(ARMED)
-    if (words[0] == armed) | (words[1] == armed) | (words[2] == armed) | (words[3] == armed):
+    if _any_armed(words, count):
         begin = ptx.global_nanoseconds()
         waiting = Int32(1)
         while waiting != 0:
-            fresh = ptx.load_words_system(address)
-            for element in cutlass.range_constexpr(4):
+            fresh = _load(address, count)
+            for element in cutlass.range_constexpr(count):
                 words[element] = fresh[element]
-            if (words[0] != armed) & (words[1] != armed) & (words[2] != armed) & (words[3] != armed):
+            if not _any_armed(words, count):
                 waiting = Int32(0)
             else:
                 elapsed = ptx.global_nanoseconds() - begin
@@ -71,11 +73,22 @@ def wait_words(
                     waiting = Int32(0)
                     aborted = Int32(1)
                     missing = Int32(0)
-                    for element in cutlass.range_constexpr(4):
-                        if words[3 - element] == armed:
-                            missing = Int32(3 - element)
+                    for element in cutlass.range_constexpr(count):
+                        if words[count - 1 - element] == Uint32(ARMED):
+                            missing = Int32(count - 1 - element)
                     record_expiry(region, rank, use, stage, source_rank, row, head, first_word + missing, elapsed)
     return aborted
+
+
+def _any_armed(words: Any, count: int) -> Any:
+    armed = words[0] == Uint32(ARMED)
+    for element in range(1, count):
+        armed = armed | (words[element] == Uint32(ARMED))
+    return armed
+
+
+def _load(address: Any, count: int) -> list[Any]:
+    return ptx.load_words_system(address) if count == 4 else [ptx.load_word_system(address)]
 
 
 @cute.jit

@@ -74,6 +74,11 @@ def load_global_int64(address: Any) -> Any:
     return _instruction("ld.global.b64 $0, [$1];", [Int64], [address])
 
 
+def load_global_words(address: Any) -> list[Any]:
+    """ld.global.v4.b32: four words that no other stage writes while this grid runs."""
+    return _instruction("ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", [Uint32] * 4, [address])
+
+
 def load_words_system(address: Any) -> list[Any]:
     """ld.relaxed.sys.v4.b32: four mailbox words; each may be old or new on its own."""
     return _instruction("ld.relaxed.sys.global.v4.b32 {$0,$1,$2,$3}, [$4];", [Uint32] * 4, [address])
@@ -303,6 +308,33 @@ def e4m3_to_f16(word: Any) -> list[Any]:
 def bf16_pair(low: Any, high: Any) -> Any:
     """cvt.rn.bf16x2.f32: two BF16, `low` in the low half."""
     return _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", [Uint32], [low, high], pure=True)
+
+
+def bf16_pair_canonical(low: Any, high: Any) -> Any:
+    """bf16_pair with 0x7FFF selected for each value that is NaN."""
+    code = (
+        "{\n.reg .pred p, q;\n.reg .b16 l, h;\n.reg .b32 w;\ncvt.rn.bf16x2.f32 w, $2, $1;\nmov.b32 {l, h}, w;\n"
+        "setp.nan.f32 p, $1, $1;\nsetp.nan.f32 q, $2, $2;\n"
+        "selp.b16 l, 0x7fff, l, p;\nselp.b16 h, 0x7fff, h, q;\nmov.b32 $0, {l, h};\n}"
+    )
+    return _instruction(code, [Uint32], [low, high], pure=True)
+
+
+def bf16_values(word: Any) -> list[Any]:
+    """The two BF16 of a word as FP32, the low half first."""
+    code = "{\n.reg .b32 t;\nshl.b32 t, $2, 16;\nmov.b32 $0, t;\nand.b32 t, $2, 0xffff0000;\nmov.b32 $1, t;\n}"
+    return _instruction(code, [Float32, Float32], [word], pure=True)
+
+
+def e4m3_word(values: Sequence[Any]) -> Any:
+    """Four FP32 as E4M3 bytes (nearest even, saturating), 0x7F selected for every NaN byte."""
+    code = (
+        "{\n.reg .b16 l, h;\n.reg .b32 w, t;\ncvt.rn.satfinite.e4m3x2.f32 l, $2, $1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;\nmov.b32 w, {l, h};\n"
+        "and.b32 t, w, 0x7f7f7f7f;\nadd.u32 t, t, 0x01010101;\nand.b32 t, t, 0x80808080;\n"
+        "not.b32 t, t;\nand.b32 $0, w, t;\n}"
+    )
+    return _instruction(code, [Uint32], list(values), pure=True)
 
 
 def mma_f16(left: Sequence[Any], right: Sequence[Any], accumulator: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,270 @@
+"""DcpValue: the merge of D sources in a rank's value mailbox, and on the local route the push into the owners'.
+
+    merge, one CTA a (row, own head), 64 threads of 8 columns:
+
+        LSE words [D] --wait--> weights exp2(lse - max)      payload words [D, 512] --wait--> sum by source --> BF16
+             re-armed by one thread after a barrier               re-armed by the thread that read them
+
+* LSE words come first: a source whose LSE is EMPTY_LSE pushes no payload, and its payload words are never used.
+* The first loads of payload words are issued before the LSEs are known, and up to `EAGER_BATCH` rows before the use
+  number is, for every generation: a load that turns out early, empty or of the other generation is dropped, and one
+  latency less stands in the chain. Larger batches are bound by bytes and load one generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import torch
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.runtime import make_fake_stream
+
+from dcp_decode import numerics
+from dcp_decode.geometry import Geometry
+from dcp_decode.kernels import arrival, ptx
+from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
+
+THREADS = 64
+COLUMNS_A_THREAD = numerics.LATENT_DIM // THREADS  # 8: one 16-byte load a source
+EAGER_BATCH = 8
+ARMED = numerics.ARMED_WORD & 0xFFFFFFFF
+EMPTY_LSE_WORD = numerics.EMPTY_LSE_BITS & 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class ValueConfig:
+    """Static choices: the geometry, the batch rows B, the route, and programmatic dependent launch."""
+
+    geometry: Geometry
+    batch: int
+    push: bool = True
+    pdl: bool = True
+
+    @property
+    def eager(self) -> bool:
+        """Whether payload words are loaded before it is known which are wanted."""
+        return self.batch <= EAGER_BATCH and self.geometry.dcp <= 8 and self.geometry.generations == 2
+
+
+class DcpValue:
+    """The merge: stage 3 of the push route, 3b of the local route."""
+
+    def __init__(self, config: ValueConfig) -> None:
+        _check_batch(config)
+        self.config = config
+        self.layout = MailboxLayout(config.geometry)
+
+    @cute.jit
+    def __call__(self, region: Int64, rank: Int32, merged: Int64, deadline: Int64, stream: cuda.CUstream) -> None:
+        """Launch; addresses as integers, see `run_value`."""
+        self.kernel(region, rank, merged, deadline).launch(
+            grid=[self.config.geometry.owner_heads, self.config.batch, 1],
+            block=[THREADS, 1, 1],
+            use_pdl=self.config.pdl,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, region: Int64, rank: Int32, merged: Int64, deadline: Int64) -> None:
+        config = self.config
+        g = config.geometry
+        sources = g.dcp
+        thread, _, _ = cute.arch.thread_idx()
+        head, row, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        use = arrival.read_use(region, int(Stage.MERGE))
+        if (head == 0) & (row == 0) & (thread == 0):
+            # The stage before has completed (dependency wait), so its use is over.
+            arrival.advance_use(region, int(Stage.SPARSE if config.push else Stage.PUSH))
+        # First loads of all sources' payload words, in every generation if eager; what turns out empty is dropped.
+        generation = use % g.generations
+        copies = g.generations if cutlass.const_expr(config.eager) else 1
+        early = cute.make_rmem_tensor(copies * sources * 4, Uint32)
+        for copy in cutlass.range_constexpr(copies):
+            for source in cutlass.range_constexpr(sources):
+                loaded_from = Int32(copy) if config.eager else generation
+                loaded = ptx.load_words_system(self.payload_address(region, loaded_from, source, row, head, thread))
+                for element in cutlass.range_constexpr(4):
+                    early[(copy * sources + source) * 4 + element] = loaded[element]
+
+        aborted = Int32(0)
+        lse = cute.make_rmem_tensor(sources, Uint32)
+        for source in cutlass.range_constexpr(sources):
+            lse[source] = ptx.load_word_system(self.lse_address(region, generation, source, row, head))
+        for source in cutlass.range_constexpr(sources):
+            word = cute.make_rmem_tensor(1, Uint32)
+            word[0] = lse[source]
+            place = self.lse_address(region, generation, source, row, head)
+            aborted = aborted | arrival.wait_words(
+                word, place, region, rank, use, deadline, int(Stage.MERGE), Int32(source), row, head, Int32(0), 1
+            )
+            lse[source] = word[0]
+        # Every thread of this CTA has the LSE words: one of them may arm them again.
+        cute.arch.sync_threads()
+
+        largest = Float32(float("-inf"))
+        for source in cutlass.range_constexpr(sources):
+            largest = ptx.maximum(largest, ptx.bits_float(lse[source]))
+        weight_sum = Float32(0.0)
+        sums = cute.make_rmem_tensor(COLUMNS_A_THREAD, Float32)
+        sums.fill(0.0)
+        for source in cutlass.range_constexpr(sources):
+            if (lse[source] != Uint32(EMPTY_LSE_WORD)) & (aborted == 0):
+                four = cute.make_rmem_tensor(4, Uint32)
+                place = self.payload_address(region, generation, source, row, head, thread)
+                for element in cutlass.range_constexpr(4):
+                    four[element] = early[source * 4 + element]
+                    if cutlass.const_expr(config.eager):  # noqa: SIM102 (a static and a dynamic condition)
+                        if generation == 1:
+                            four[element] = early[(sources + source) * 4 + element]
+                aborted = aborted | arrival.wait_words(
+                    four, place, region, rank, use, deadline, int(Stage.MERGE), Int32(source), row, head, thread * 4
+                )
+                if aborted == 0:
+                    weight = ptx.exp2(ptx.add(ptx.bits_float(lse[source]), -largest))
+                    weight_sum = ptx.add(weight_sum, weight)
+                    for element in cutlass.range_constexpr(4):
+                        values = ptx.bf16_values(four[element])
+                        for half in cutlass.range_constexpr(2):
+                            column = 2 * element + half
+                            sums[column] = ptx.multiply_add(weight, values[half], sums[column])
+                    armed = Uint32(ARMED)
+                    ptx.store_words_system(place, [armed, armed, armed, armed])
+        # Orders this thread's reads of arrived LSE and payload words (and its re-arming) before whatever later stages
+        # of this rank push: a peer that sees those pushes may write these places again.
+        cute.arch.fence_acq_rel_sys()
+        if (thread < sources) & (aborted == 0):
+            ptx.store_word_system(self.lse_address(region, generation, thread, row, head), Uint32(ARMED))
+        if aborted == 0:
+            divisor = weight_sum
+            if weight_sum == Float32(0.0):  # all sources are empty
+                divisor = Float32(1.0)
+            words = [
+                ptx.bf16_pair_canonical(ptx.divide(sums[2 * index], divisor), ptx.divide(sums[2 * index + 1], divisor))
+                for index in range(4)
+            ]
+            line = Int64(row) * g.owner_heads + Int64(head)
+            ptx.store_global(merged + line * (2 * numerics.LATENT_DIM) + Int64(thread) * 16, words)
+
+    def slot_line(self, generation: Any, source: Any, row: Any, head: Any) -> Any:
+        """Line of (generation, source, row, own head) in the value mailbox."""
+        g = self.config.geometry
+        return (Int64(generation * g.dcp + source) * g.capacity + Int64(row)) * g.owner_heads + Int64(head)
+
+    def lse_address(self, region: Any, generation: Any, source: Any, row: Any, head: Any) -> Any:
+        """Address of one LSE word."""
+        return region + self.slot_line(generation, source, row, head) * 4 + self.layout.lse_log2.offset
+
+    def payload_address(self, region: Any, generation: Any, source: Any, row: Any, head: Any, thread: Any) -> Any:
+        """Address of this thread's 16 bytes of a payload row."""
+        line = self.slot_line(generation, source, row, head) * (2 * numerics.LATENT_DIM)
+        return region + line + Int64(thread) * 16 + self.layout.payload.offset
+
+
+class DcpValuePush:
+    """Stage 3a of the local route: latent rows and base-2 LSEs into their owners' value mailboxes."""
+
+    def __init__(self, config: ValueConfig) -> None:
+        _check_batch(config)
+        self.config = config
+        self.layout = MailboxLayout(config.geometry)
+
+    @cute.jit
+    def __call__(
+        self, region: Int64, table: Int64, rank: Int32, latent: Int64, lse: Int64, stream: cuda.CUstream
+    ) -> None:
+        """Launch; addresses as integers, see `run_value_push`."""
+        self.kernel(region, table, rank, latent, lse).launch(
+            grid=[self.config.geometry.heads, self.config.batch, 1],
+            block=[THREADS, 1, 1],
+            use_pdl=self.config.pdl,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, region: Int64, table: Int64, rank: Int32, latent: Int64, lse: Int64) -> None:
+        g = self.config.geometry
+        thread, _, _ = cute.arch.thread_idx()
+        head, row, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        use = arrival.read_use(region, int(Stage.PUSH))
+        if (head == 0) & (row == 0) & (thread == 0):
+            arrival.advance_use(region, int(Stage.SPARSE))
+        line = Int64(row) * g.padded_heads + Int64(head)
+        owner = head // g.owner_heads
+        base = ptx.load_global_int64(table + Int64(owner) * 8)
+        lse_ln = ptx.bits_float(Uint32(ptx.load_global_int32(lse + line * 4)))
+        words = ptx.load_global_words(latent + line * (2 * numerics.LATENT_DIM) + Int64(thread) * 16)
+        slot = Int64(use % g.generations * g.dcp + rank) * g.capacity + Int64(row)
+        slot = slot * g.owner_heads + Int64(head - owner * g.owner_heads)
+        # The latent rows are stage 2's outputs, NaN already canonical; the product below may not keep a NaN's bits.
+        lse_log2 = ptx.multiply(lse_ln, Float32(numerics.LOG2_E))
+        word = ptx.replace_if_nan(ptx.float_bits(lse_log2), lse_ln, numerics.FP32_NAN)
+        if word != Uint32(EMPTY_LSE_WORD):
+            place = base + slot * (2 * numerics.LATENT_DIM) + Int64(thread) * 16 + self.layout.payload.offset
+            ptx.store_words_system(place, words)
+        if thread == 0:
+            ptx.store_word_system(base + slot * 4 + self.layout.lse_log2.offset, word)
+
+
+def _check_batch(config: ValueConfig) -> None:
+    if not 1 <= config.batch <= config.geometry.capacity:
+        raise ValueError(f"batch {config.batch} must be in 1 .. mailbox capacity {config.geometry.capacity}")
+
+
+@cache
+def compile_value(config: ValueConfig) -> Any:
+    """The compiled merge of a configuration (cached)."""
+    return cute.compile(DcpValue(config), *value_arguments(), make_fake_stream())
+
+
+@cache
+def compile_value_push(config: ValueConfig) -> Any:
+    """The compiled push (3a) of a configuration (cached)."""
+    return cute.compile(DcpValuePush(config), *value_push_arguments(), make_fake_stream())
+
+
+def value_arguments() -> tuple[Any, ...]:
+    """Typed arguments of the compiled merge, without the stream."""
+    return (Int64(0), Int32(0), Int64(0), Int64(0))
+
+
+def value_push_arguments() -> tuple[Any, ...]:
+    """Typed arguments of the compiled push, without the stream."""
+    return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0))
+
+
+def run_value(kernel: Any, mailbox: Mailbox, merged: torch.Tensor, deadline_nanoseconds: int, stream: int) -> None:
+    """Launch the merge on one rank's mailbox; returns without waiting.
+
+    merged: bf16 [>= B, H, 512], contiguous, on the GPU: the merged rows of this rank's own heads. Nothing is written
+    by a CTA whose wait expired. deadline_nanoseconds: of every wait. stream: CUDA stream handle.
+    """
+    kernel(
+        Int64(mailbox.memory.local.data_ptr()),
+        Int32(mailbox.rank),
+        Int64(merged.data_ptr()),
+        Int64(deadline_nanoseconds),
+        cuda.CUstream(stream),
+    )
+
+
+def run_value_push(kernel: Any, mailbox: Mailbox, latent: torch.Tensor, lse_ln: torch.Tensor, stream: int) -> None:
+    """Launch stage 3a on one rank's mailbox; returns without waiting.
+
+    latent: bf16 [>= B, padded, 512], lse_ln: fp32 [>= B, padded], contiguous, as stage 2's local route left them.
+    """
+    kernel(
+        Int64(mailbox.memory.local.data_ptr()),
+        Int64(mailbox.memory.addresses.data_ptr()),
+        Int32(mailbox.rank),
+        Int64(latent.data_ptr()),
+        Int64(lse_ln.data_ptr()),
+        cuda.CUstream(stream),
+    )
