@@ -28,8 +28,8 @@ STAGES = {
     "local": ("append", "select_push", "select", "prepare", "query_push", "sparse_decode_local", "value_push", "merge"),
 }
 
-# Called with (rank, stage name) before each stage of each rank: fault injection hooks in here.
-BeforeStage = Callable[[int, str], None]
+# Called with a rank's layer and the stage's name before each stage of each rank: fault injection hooks in here.
+BeforeStage = Callable[["LayerRun", str], None]
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def verify_layer(
     for name in STAGES[route]:
         for run in runs:
             if before_stage is not None:
-                before_stage(run.state.rank, name)
+                before_stage(run, name)
             start = time.perf_counter()
             getattr(run, name)()
             run.seconds[name] = time.perf_counter() - start
