@@ -17,6 +17,7 @@ import click
 from dcp_decode import __version__
 from dcp_decode.commands.conclude import conclude
 from dcp_decode.commands.run import run
+from dcp_decode.commands.soak import soak
 from dcp_decode.errors import BAD_INPUT, DcpDecodeError
 from dcp_decode.records import RECORDS_VARIABLE, RankRecord, write_record
 
@@ -29,7 +30,7 @@ def commands() -> None:
     """Decode context parallelism (DCP) of sparse MLA models: verify and measure."""
 
 
-for command in (run, conclude):
+for command in (run, soak, conclude):
     commands.add_command(command)
 
 

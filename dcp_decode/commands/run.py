@@ -14,6 +14,7 @@ from dcp_decode.records import RankReport, make_plan, write_plan
 if TYPE_CHECKING:
     from dcp_decode.control.plane import ControlPlane
     from dcp_decode.run import RunSummary
+    from dcp_decode.step import BeforeStage
 
 
 @click.command()
@@ -37,22 +38,23 @@ def run(config: Path | None, output: str | None, prepare: Path | None, launcher:
     from dcp_decode.launcher import execute
     from dcp_decode.presentation import publish
 
-    return execute("run", configured, lambda control: _run_rank(configured, control), output, publish)
+    return execute("run", configured, lambda control: run_one_rank(configured, control), output, publish)
 
 
-def _run_rank(config: RunConfig, control: ControlPlane) -> RankReport:
+def run_one_rank(config: RunConfig, control: ControlPlane, before_stage: BeforeStage | None = None) -> RankReport:
+    """One rank of a run; rank 0 shows how far it is. before_stage: fault injection."""
     from dcp_decode.presentation import progress_bar
     from dcp_decode.run import Progress, run_rank
 
     if control.rank != 0:
-        return report_of(run_rank(config, control))
+        return report_of(run_rank(config, control, None, before_stage))
     with progress_bar(config.service.max_steps) as show:
 
         def on_progress(progress: Progress) -> None:
             worst = progress.worst.error if progress.worst.bound else None
             show(progress.requests["finished"], progress.requests["in"], progress.steps, progress.tokens, worst)
 
-        return report_of(run_rank(config, control, on_progress))
+        return report_of(run_rank(config, control, on_progress, before_stage))
 
 
 def report_of(summary: RunSummary) -> RankReport:

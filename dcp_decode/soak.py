@@ -1,0 +1,157 @@
+"""Soak: rounds of the same run under injected faults, each of which must end with the undisturbed run's digest.
+
+    round 0: undisturbed -> reference digest;  rounds 1, 2, ...: other faults each -> equal digest, or a named failure
+
+Delays and stops are shorter than the deadline of a mailbox wait, so nothing may fail. A round is one run of the config
+(service.max_steps steps); the time limit is looked at between rounds.
+
+Measured (2-core x86-64 CPU machine, 8 ranks, configs/soak.toml): see results/soak-cpu-10000.json.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dcp_decode.config import RunConfig
+from dcp_decode.errors import VERIFIED, WRONG_RESULT, ConfigError
+from dcp_decode.faults import FaultCounts, FaultPlan
+from dcp_decode.rank_process import Body
+from dcp_decode.records import Plan, read_records, write_plan
+from dcp_decode.results import Conclusion, conclude
+from dcp_decode.supervisor import supervise
+
+KINDS = ("delays", "stops")
+DELAY_SHARE = 0.01
+LONGEST_DELAY_SECONDS = 0.2
+STOP_SHARE = 0.001
+STOP_SECONDS = 0.3
+ROUND_SEEDS = 1_000_003  # rounds of neighbouring workload seeds share no fault seed
+
+# Makes the body of a round's ranks from its faults and the folder for `write_counts`.
+MakeBody = Callable[[FaultPlan, Path], Body]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One finished round, for whoever shows progress. number 0 is the undisturbed one."""
+
+    number: int
+    seconds: float
+    digest: str | None
+    faults: FaultCounts
+
+
+def parse_kinds(text: str) -> tuple[str, ...]:
+    """The kinds of faults of a comma-separated list. Raises ConfigError."""
+    kinds = tuple(kind.strip() for kind in text.split(","))
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError("--faults", text, f"must be a comma-separated list of {', '.join(KINDS)}")
+    return kinds
+
+
+def soak(
+    plan: Plan,
+    config: RunConfig,
+    kinds: tuple[str, ...],
+    seconds: float,
+    make_body: MakeBody,
+    on_round: Callable[[Round], None],
+) -> Conclusion:
+    """Run rounds until `seconds` have passed (one with faults at least), or one fails or ends with another digest.
+
+    The conclusion is the last round's, with the key `soak` in its document.
+    """
+    shortest = 3 * max(LONGEST_DELAY_SECONDS, STOP_SECONDS)
+    if config.mailbox.deadline_seconds < shortest:
+        raise ConfigError(
+            "mailbox.deadline_seconds", config.mailbox.deadline_seconds, f"must be at least {shortest:g} in a soak"
+        )
+    started = time.monotonic()
+    conclusion, first = _run_round(plan, config, FaultPlan(), make_body, 0)
+    on_round(first)
+    total = FaultCounts()
+    number = 0
+    round_seconds = []
+    while conclusion.exit_code == VERIFIED and (number == 0 or time.monotonic() - started < seconds):
+        number += 1
+        conclusion, latest = _run_round(
+            plan, config, fault_plan(kinds, config.workload.seed, number), make_body, number
+        )
+        _add(total, latest.faults)
+        round_seconds.append(latest.seconds)
+        on_round(latest)
+        if conclusion.exit_code == VERIFIED and latest.digest != first.digest:
+            error = f"wrong result: digest {latest.digest} of round {number}, undisturbed it is {first.digest}"
+            conclusion = Conclusion(WRONG_RESULT, error, (), conclusion.document | _verdict(WRONG_RESULT, error))
+    summary: dict[str, Any] = {
+        "faults": list(kinds),
+        "rounds": number,
+        "steps": number * (conclusion.document["steps"] or 0),
+        "seconds": time.monotonic() - started,
+        "undisturbed_seconds": first.seconds,
+        "round_seconds": round_seconds,
+        "undisturbed_digest": first.digest,
+        "digests_equal": conclusion.exit_code == VERIFIED,
+        "injected": asdict(total),
+    }
+    document = conclusion.document | {"soak": summary}
+    return Conclusion(conclusion.exit_code, conclusion.error, conclusion.dead_ranks, document)
+
+
+def fault_plan(kinds: tuple[str, ...], seed: int, number: int) -> FaultPlan:
+    """The faults of a round."""
+    return FaultPlan(
+        seed=seed * ROUND_SEEDS + number,
+        delay_share=DELAY_SHARE if "delays" in kinds else 0.0,
+        longest_delay_seconds=LONGEST_DELAY_SECONDS,
+        stop_share=STOP_SHARE if "stops" in kinds else 0.0,
+        stop_seconds=STOP_SECONDS,
+    )
+
+
+def write_counts(folder: Path, rank: int, counts: FaultCounts) -> None:
+    """Leave what a rank's process has injected beside its record."""
+    (folder / f"faults-{rank}.json").write_text(json.dumps(asdict(counts)))
+
+
+def read_counts(folder: Path) -> FaultCounts:
+    """The sum over the processes that left their counts."""
+    total = FaultCounts()
+    for path in folder.glob("faults-*.json"):
+        _add(total, FaultCounts(**json.loads(path.read_text())))
+    return total
+
+
+def _run_round(
+    plan: Plan, config: RunConfig, faults: FaultPlan, make_body: MakeBody, number: int
+) -> tuple[Conclusion, Round]:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="dcp_decode-") as name:
+        folder = Path(name)
+        write_plan(folder, plan)
+        supervise(
+            make_body(faults, folder),
+            plan.processes,
+            folder,
+            wait_deadline_seconds=config.mailbox.deadline_seconds,
+            control_deadline_seconds=config.mailbox.control_deadline_seconds,
+        )
+        conclusion = conclude(plan, read_records(folder))
+        counts = read_counts(folder)
+    return conclusion, Round(number, time.monotonic() - started, conclusion.document["digest"], counts)
+
+
+def _add(total: FaultCounts, more: FaultCounts) -> None:
+    for one in fields(FaultCounts):
+        setattr(total, one.name, getattr(total, one.name) + getattr(more, one.name))
+
+
+def _verdict(exit_code: int, error: str) -> dict[str, Any]:
+    return {"verified": False, "exit_code": exit_code, "error": error}
