@@ -123,7 +123,13 @@ def test_missing_query_is_named(uses: int) -> None:
     group.push_queries(inputs.query, [0, 1, 3])
     expect_timeout(
         lambda: group.decode(inputs, "push", [3]),
-        **{"stage": "SPARSE", "waiting_rank": 3, "source_rank": 2, "row": 0, "head": 2 * H, "word": 0, "use": uses},
+        stage="SPARSE",
+        waiting_rank=3,
+        source_rank=2,
+        row=0,
+        head=2 * H,
+        word=0,
+        use=uses,
     )
 
 
@@ -147,13 +153,25 @@ def test_missing_lse_and_payload_are_named(route: str, after: Stage) -> None:
     group.decode(inputs, route, [0, 2, 3])
     expect_timeout(
         lambda: group.ranks[2].merge(3, after),
-        **{"stage": "MERGE", "waiting_rank": 2, "source_rank": 1, "row": 0, "head": 0, "word": 0, "use": uses},
+        stage="MERGE",
+        waiting_rank=2,
+        source_rank=1,
+        row=0,
+        head=0,
+        word=0,
+        use=uses,
     )
     group.decode(inputs, route, [1])
     group.layout.payload.words(group.mailboxes[3].memory.local)[0, 0, 2, H - 1, 255] = numerics.ARMED_WORD
     expect_timeout(
         lambda: group.ranks[3].merge(3, after),
-        **{"stage": "MERGE", "waiting_rank": 3, "source_rank": 0, "row": 2, "head": H - 1, "word": 255, "use": uses},
+        stage="MERGE",
+        waiting_rank=3,
+        source_rank=0,
+        row=2,
+        head=H - 1,
+        word=255,
+        use=uses,
     )
     # Rank 1 has all it needs and is not disturbed by the others' aborts.
     assert tuple(group.ranks[1].merge(3, after).shape) == (3, H, 512)
