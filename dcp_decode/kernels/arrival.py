@@ -1,11 +1,21 @@
 """Bounded device waits on mailbox words, use counters, and the record of the first wait that expired.
 
-A wait has a fast path (the caller's first load already holds every word: a few compares) and a slow path that re-polls
-with system-scope relaxed loads until all words have arrived, the sticky abort word is set, or the deadline passes. The
-first thread whose wait expires sets the abort word by compare-and-swap and alone writes the record.
+    first load by the caller --all arrived--> use the registers
+          |
+          some word armed --> re-poll, 16 bytes a load --every POLLS_A_CHECK polls--> abort word? deadline passed?
+                                                                                           |          |
+                                                            later waits return at once <---'   compare-and-swap 0 -> 1:
+                                                                                               the winner writes the record
 
-Preconditions: all threads that call `wait_words` execute `fence.acq_rel.sys` after their last wait and before exit; the
-words are used from the registers that were checked.
+The clock and the abort word are read once in `POLLS_A_CHECK` polls: reading them in every poll would double the time
+between a word's arrival and its detection. A first check comes with the first poll, so that waits after an abort
+return at once.
+
+Preconditions:
+* every thread that calls `wait_words` executes `fence.acq_rel.sys` after its last wait and before exit;
+* the words are used from the registers that were checked;
+* a stage that pushes also reads `read_abort` among its first loads and pushes nothing when it is set: words that an
+  aborted use did not re-arm look arrived when their generation comes round again, so the fast path proves nothing then.
 """
 
 from __future__ import annotations
@@ -20,12 +30,19 @@ from dcp_decode.kernels import ptx
 from dcp_decode.mailbox import ABORT_OFFSET, RECORD_FIELDS, RECORD_OFFSET, MailboxLayout, Stage
 
 ARMED = numerics.ARMED_WORD & 0xFFFFFFFF
+POLLS_A_CHECK = 32
 
 
 @cute.jit
 def read_use(region: Int64, stage: cutlass.Constexpr) -> Int32:
     """This use's number from the stage's own counter (the next stage increments it)."""
     return ptx.load_global_int32(region + MailboxLayout.use_counter_offset(Stage(stage)))
+
+
+@cute.jit
+def read_abort(region: Int64) -> Int32:
+    """Non-zero once a wait of this rank has expired: the stage may push nothing more."""
+    return Int32(ptx.load_word_system(region + ABORT_OFFSET))
 
 
 @cute.jit
@@ -57,6 +74,7 @@ def wait_words(
     aborted = Int32(0)
     if _any_armed(words, count):
         begin = ptx.global_nanoseconds()
+        polls = Int32(0)
         waiting = Int32(1)
         while waiting != 0:
             fresh = _load(address, count)
@@ -64,9 +82,9 @@ def wait_words(
                 words[element] = fresh[element]
             if not _any_armed(words, count):
                 waiting = Int32(0)
-            else:
+            elif polls % POLLS_A_CHECK == 0:
                 elapsed = ptx.global_nanoseconds() - begin
-                if ptx.load_word_system(region + ABORT_OFFSET) != Uint32(0):
+                if read_abort(region) != 0:
                     waiting = Int32(0)
                     aborted = Int32(1)
                 elif elapsed > deadline:
@@ -77,6 +95,7 @@ def wait_words(
                         if words[count - 1 - element] == Uint32(ARMED):
                             missing = Int32(count - 1 - element)
                     record_expiry(region, rank, use, stage, source_rank, row, head, first_word + missing, elapsed)
+            polls += 1
     return aborted
 
 

@@ -80,6 +80,7 @@ class DcpQuery:
         piece = block * THREADS + thread
         # First level of loads: the use number, the input and the peers' addresses don't depend on each other.
         use = arrival.read_use(region, int(Stage.QUERY))
+        aborted = arrival.read_abort(region)
         if (block == 0) & (group == 0) & (thread == 0):
             # Stage 3 of the use before is complete (dependency wait); before the first use this brings -1 to 0.
             arrival.advance_use(region, int(Stage.MERGE))
@@ -97,8 +98,10 @@ class DcpQuery:
             # Orders what the earlier stages of this stream read and re-armed (query words, LSE and payload words)
             # before these pushes: a peer that sees them may push to those places again.
             cute.arch.fence_acq_rel_sys()
-            for peer in cutlass.range_constexpr(peers):
-                ptx.store_words_system(bases[peer] + offset + self.layout.query.offset, words)
+            # A rank that gave up must not overwrite words that a slow peer has yet to read.
+            if aborted == 0:
+                for peer in cutlass.range_constexpr(peers):
+                    ptx.store_words_system(bases[peer] + offset + self.layout.query.offset, words)
 
 
 def _quantized(pair: list[Any], inverse_scale: Any) -> Uint32:

@@ -199,6 +199,7 @@ class DcpValuePush:
         line = Int64(row) * g.padded_heads + Int64(head)
         owner = head // g.owner_heads
         base = ptx.load_global_int64(table + Int64(owner) * 8)
+        aborted = arrival.read_abort(region)
         lse_ln = ptx.bits_float(Uint32(ptx.load_global_int32(lse + line * 4)))
         words = ptx.load_global_words(latent + line * (2 * numerics.LATENT_DIM) + Int64(thread) * 16)
         slot = Int64(use % g.generations * g.dcp + rank) * g.capacity + Int64(row)
@@ -206,10 +207,11 @@ class DcpValuePush:
         # The latent rows are stage 2's outputs, NaN already canonical; the product below may not keep a NaN's bits.
         lse_log2 = ptx.multiply(lse_ln, Float32(numerics.LOG2_E))
         word = ptx.replace_if_nan(ptx.float_bits(lse_log2), lse_ln, numerics.FP32_NAN)
-        if word != Uint32(EMPTY_LSE_WORD):
+        # After an expired wait nothing is pushed: the latent rows may not be this use's.
+        if (word != Uint32(EMPTY_LSE_WORD)) & (aborted == 0):
             place = base + slot * (2 * numerics.LATENT_DIM) + Int64(thread) * 16 + self.layout.payload.offset
             ptx.store_words_system(place, words)
-        if thread == 0:
+        if (thread == 0) & (aborted == 0):
             ptx.store_word_system(base + slot * 4 + self.layout.lse_log2.offset, word)
 
 
