@@ -1,0 +1,290 @@
+"""What verification finds: the needle through the real mailboxes, and the faults that must not pass a run.
+
+Each fault replaces one method of the product for one test; without it the same check passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from cpu_group import ROUTES, Group, make_inputs, verify
+
+from dcp_decode import cache, numerics, run
+from dcp_decode.config import RunConfig, load_config
+from dcp_decode.control.solo import SoloControlPlane
+from dcp_decode.cpu.attention import Partial, sparse_attention
+from dcp_decode.cpu.stages import CpuStages, LocalPartial
+from dcp_decode.errors import WRONG_RESULT, WrongResult
+from dcp_decode.geometry import Geometry
+from dcp_decode.mailbox import Stage
+from dcp_decode.run import RunSummary, run_rank
+from dcp_decode.step import RankState, Selection
+from dcp_decode.verification import check_needle_group
+from dcp_decode.waits import MailboxTimeout
+
+# 60 keys over 8 ranks: sources of 8 and of 7 keys, so that weights differ between slots.
+NEEDLE = Geometry(heads=16, dcp=8, topk=60, capacity=3, padded_heads=16)
+
+
+def needle(group: Group, route: str, seed: int = 1) -> None:
+    check_needle_group(group.ranks, group.geometry, route, seed)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("dcp", "heads", "topk", "capacity", "interleave"),
+    [(8, 96, 600, 2, 1), (1, 16, 2048, 2, 1), (8, 16, 60, 1, 1), (16, 16, 5, 2, 1), (4, 16, 300, 2, 64)],
+)
+def test_needle_passes(route: str, dcp: int, heads: int, topk: int, capacity: int, interleave: int) -> None:
+    geometry = Geometry(heads=heads, dcp=dcp, topk=topk, capacity=capacity, padded_heads=heads, interleave=interleave)
+    group = Group(geometry)
+    needle(group, route)
+    assert group.armed_as_new()
+
+
+class DropsKey(CpuStages):
+    """Rank 3 loses the first key of row 0: the others move up and the count is right for what is left."""
+
+    def _attend(self, cache: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor) -> Partial:
+        if self.rank == 3:
+            rows, valid = rows.clone(), valid.clone()
+            rows[0, :-1] = rows[0, 1:].clone()
+            valid[0] -= 1
+        return super()._attend(cache, rows, valid)
+
+
+class DoublesKey(CpuStages):
+    """Rank 3 reads the first key of row 0 twice and the second not at all."""
+
+    def _attend(self, cache: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor) -> Partial:
+        if self.rank == 3:
+            rows = rows.clone()
+            rows[0, 1] = rows[0, 0]
+        return super()._attend(cache, rows, valid)
+
+
+class SwapsSlots(CpuStages):
+    """The payload of row 0 from source 0 (8 keys) and source 7 (7 keys) is taken from each other's slot."""
+
+    def merge(self, batch: int, after: Stage) -> torch.Tensor:
+        payload = self._payload[self.rank][0, :, 0]
+        payload[[0, 7]] = payload[[7, 0]]
+        return super().merge(batch, after)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (DropsKey, r"needle row .*: key 3 was not counted"),
+        (DoublesKey, r"needle row .*columns miscounted"),
+        (SwapsSlots, r"needle row .*columns miscounted"),
+    ],
+)
+def test_needle_finds(fault: type[CpuStages], message: str, route: str) -> None:
+    needle(Group(NEEDLE), route)
+    with pytest.raises(WrongResult, match=message) as caught:
+        needle(Group(NEEDLE, stages=fault), route)
+    assert caught.value.exit_code == WRONG_RESULT
+
+
+class KeepsQuery(CpuStages):
+    """Stage 2 does not re-arm its query words."""
+
+    def _attend(self, cache: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor) -> Partial:
+        own = self._query[self.rank]
+        before = own.clone()
+        partial = super()._attend(cache, rows, valid)
+        own.copy_(before)
+        return partial
+
+
+class KeepsQueryOfEmptyRows(CpuStages):
+    """An empty row neither waits for its query words nor re-arms them."""
+
+    def _attend(self, cache: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor) -> Partial:
+        if valid.any():
+            return super()._attend(cache, rows, valid)
+        self._finish(Stage.QUERY)
+        query = torch.zeros(len(valid), self.geometry.heads, numerics.ROW_BYTES, dtype=torch.uint8)
+        return sparse_attention(query, cache, rows, valid, self.geometry)
+
+
+class KeepsValues(CpuStages):
+    """Stage 3 re-arms neither LSE nor payload."""
+
+    def merge(self, batch: int, after: Stage) -> torch.Tensor:
+        kept = self._lse[self.rank], self._payload[self.rank]
+        before = [section.clone() for section in kept]
+        merged = super().merge(batch, after)
+        for section, words in zip(kept, before, strict=True):
+            section.copy_(words)
+        return merged
+
+
+SMALL = Geometry(heads=16, dcp=4, topk=8, capacity=2, padded_heads=16)
+
+
+def run_with_a_late_query(stages: type[CpuStages], first_counts: int) -> Group:
+    """Uses 0 and 1 in order, then a use in which rank 2 pushes its query only after all others have decoded."""
+    group = Group(SMALL, deadline_seconds=0.1, stages=stages)
+    for use in range(2):
+        group.run(make_inputs(SMALL, [[first_counts]] * 4, seed=use))
+    late = make_inputs(SMALL, [[5]] * 4, seed=2)
+    group.push_queries(late.query, [0, 1, 3])
+    group.decode(late, "push", [0, 1, 3])
+    group.push_queries(late.query, [2])
+    group.decode(late, "push", [2])
+    merged = torch.cat([rank.merge(1, Stage.SPARSE) for rank in group.ranks], dim=1)
+    verify(late, merged, SMALL)
+    return group
+
+
+@pytest.mark.parametrize(("fault", "first_counts"), [(KeepsQuery, 4), (KeepsQueryOfEmptyRows, 0)])
+def test_query_words_left_behind_are_found(fault: type[CpuStages], first_counts: int) -> None:
+    """A late query is waited for (here: in vain); words left behind by an earlier use pass for it, with wrong rows."""
+    with pytest.raises(MailboxTimeout, match="waited for rank 2 in SPARSE"):
+        run_with_a_late_query(CpuStages, first_counts)
+    with pytest.raises(WrongResult):
+        run_with_a_late_query(fault, first_counts)
+    group = Group(SMALL, stages=fault)
+    group.run(make_inputs(SMALL, [[first_counts]] * 4))
+    assert not group.armed_as_new()
+
+
+def merge_before_the_last_push(stages: type[CpuStages]) -> None:
+    """The use after next, merged by rank 0 before rank 3 has pushed its partial."""
+    group = Group(SMALL, deadline_seconds=0.1, stages=stages)
+    for use in range(2):
+        group.run(make_inputs(SMALL, [[4]] * 4, seed=use))
+    early = make_inputs(SMALL, [[5]] * 4, seed=2)
+    group.push_queries(early.query)
+    group.decode(early, "push", [0, 1, 2])
+    merged = group.ranks[0].merge(1, Stage.SPARSE)
+    verify(replace(early, query=early.query[:, :4]), merged, SMALL)
+
+
+def test_values_left_behind_are_found() -> None:
+    with pytest.raises(MailboxTimeout, match="rank 0 waited for rank 3 in MERGE"):
+        merge_before_the_last_push(CpuStages)
+    with pytest.raises(WrongResult):
+        merge_before_the_last_push(KeepsValues)
+    group = Group(SMALL, stages=KeepsValues)
+    group.run(make_inputs(SMALL, [[4]] * 4))
+    assert not group.armed_as_new()
+
+
+def small_config(route: str = "push") -> RunConfig:
+    """Four virtual ranks, one layer, two requests that reject and overwrite drafts, checked in every step."""
+    synthetic = {"requests": 2, "input_length": 150, "output_length": 30}
+    return load_config(
+        None,
+        {
+            "model.heads": 16,
+            "model.layers": 1,
+            "model.topk": 32,
+            "parallel.dcp": 4,
+            "parallel.fabric": "loopback",
+            "parallel.route": route,
+            "mailbox.capacity": 10,
+            "mailbox.deadline_seconds": 20.0,
+            "cache.pages": 8,
+            "service.max_steps": 4,
+            "workload.synthetic": synthetic,
+        },
+    )
+
+
+def run_small(route: str = "push") -> RunSummary:
+    return run_rank(small_config(route), SoloControlPlane())
+
+
+class NaturalLog(CpuStages):
+    """The partial's natural-log LSE is pushed where a base-2 one belongs."""
+
+    def _push(self, stage: Stage, rows: torch.Tensor, lse_log2: torch.Tensor) -> None:
+        super()._push(stage, rows, lse_log2 * numerics.LN_2)
+
+
+class UnconvertedLog(CpuStages):
+    """The local route pushes the LSE in the base in which it is stored."""
+
+    def value_push(self, partial: LocalPartial) -> None:
+        super().value_push(replace(partial, lse_ln=partial.lse_ln * numerics.LN_2))
+
+
+@pytest.mark.parametrize(("route", "fault"), [("push", NaturalLog), ("local", NaturalLog), ("local", UnconvertedLog)])
+def test_wrong_lse_base_is_found(route: str, fault: type[CpuStages], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_small(route).verified is True
+    monkeypatch.setattr(run, "CpuStages", fault)
+    with pytest.raises(WrongResult, match=r"step 0, layer 0, rank 0.*head"):
+        run_small(route)
+
+
+def swap_positions(selection: Selection) -> Selection:
+    """The first two positions of row 1 in each other's place, as an unsorted selection would have them."""
+    positions = selection.positions.clone()
+    positions[1, :2] = positions[1, [1, 0]]
+    return replace(selection, positions=positions)
+
+
+def swap_rows(selection: Selection) -> Selection:
+    """The cache rows of batch rows 0 and 5 (two requests) in each other's place, as far as both have some."""
+    rows = selection.rows.clone()
+    count = int(selection.valid[[0, 5]].min())
+    rows[[0, 5], :count] = rows[[5, 0], :count]
+    return replace(selection, rows=rows)
+
+
+def shift_row(selection: Selection) -> Selection:
+    """The last selected cache row of batch row 2 is the one before it: one key twice, one not at all."""
+    rows = selection.rows.clone()
+    last = int(selection.valid[2]) - 1
+    rows[2, last] = rows[2, last - 1]
+    return replace(selection, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (swap_positions, r"step 0, layer 0, rank 0, row 1: the selection of \d+ own positions differs"),
+        (swap_rows, r"step 0, layer 0, rank 0, rows from 0: row 0 head"),
+        (shift_row, r"step 0, layer 0, rank 0, rows from 0: row 2 head"),
+    ],
+)
+def test_wrong_selection_is_found(
+    fault: Callable[[Selection], Selection], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    select = RankState.select
+    monkeypatch.setattr(RankState, "select", lambda state, batch: fault(select(state, batch)))
+    with pytest.raises(WrongResult, match=message):
+        run_small()
+
+
+def test_drafts_that_are_not_appended_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last row of the batch (row 4 of its block of five) then reads a slot that was never written: NaN bytes."""
+    append = RankState.append
+    monkeypatch.setattr(
+        RankState, "append", lambda state, layer, batch: append(state, layer, replace(batch, rows=batch.rows[:-1]))
+    )
+    with pytest.raises(WrongResult, match=r"step 0, .* rows from 5: row 4 head"):
+        run_small()
+
+
+def test_a_rejected_draft_left_in_the_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot is written once only: right until the first step that overwrites a rejected draft."""
+    append = cache.FlatCache.append
+    written = set()
+
+    def append_once(self: cache.FlatCache, layer: int, flat: torch.Tensor, values: torch.Tensor) -> None:
+        slot = (id(self), layer, int(flat[0]))
+        if slot not in written:
+            append(self, layer, flat, values)
+        written.add(slot)
+
+    monkeypatch.setattr(cache.FlatCache, "append", append_once)
+    with pytest.raises(WrongResult, match="step 1,"):
+        run_small()
