@@ -1,11 +1,11 @@
 """Bounded device waits on mailbox words, use counters, and the record of the first wait that expired.
 
     first load by the caller --all arrived--> use the registers
-          |
-          some word armed --> re-poll, 16 bytes a load --every POLLS_A_CHECK polls--> abort word? deadline passed?
-                                                                                           |          |
-                                                            later waits return at once <---'   compare-and-swap 0 -> 1:
-                                                                                               the winner writes the record
+       |
+       some word armed --> re-poll, 16 bytes a load --every POLLS_A_CHECK polls--> abort word set?  deadline passed?
+                                                                                     |                |
+                                                      later waits return at once <---'   compare-and-swap 0 -> 1:
+                                                                                         the winner writes the record
 
 The clock and the abort word are read once in `POLLS_A_CHECK` polls: reading them in every poll would double the time
 between a word's arrival and its detection. A first check comes with the first poll, so that waits after an abort
@@ -72,7 +72,7 @@ def wait_words(
     deadline: nanoseconds. The remaining fields name the wait in the record.
     """
     aborted = Int32(0)
-    if _any_armed(words, count):
+    if _any_armed(words, 0, count):
         begin = ptx.global_nanoseconds()
         polls = Int32(0)
         waiting = Int32(1)
@@ -80,7 +80,7 @@ def wait_words(
             fresh = _load(address, count)
             for element in cutlass.range_constexpr(count):
                 words[element] = fresh[element]
-            if not _any_armed(words, count):
+            if not _any_armed(words, 0, count):
                 waiting = Int32(0)
             elif polls % POLLS_A_CHECK == 0:
                 elapsed = ptx.global_nanoseconds() - begin
@@ -90,18 +90,93 @@ def wait_words(
                 elif elapsed > deadline:
                     waiting = Int32(0)
                     aborted = Int32(1)
-                    missing = Int32(0)
-                    for element in cutlass.range_constexpr(count):
-                        if words[count - 1 - element] == Uint32(ARMED):
-                            missing = Int32(count - 1 - element)
+                    missing = _first_armed(words, 0, count)
                     record_expiry(region, rank, use, stage, source_rank, row, head, first_word + missing, elapsed)
             polls += 1
     return aborted
 
 
-def _any_armed(words: Any, count: int) -> Any:
-    armed = words[0] == Uint32(ARMED)
-    for element in range(1, count):
+@cute.jit
+def wait_sources(
+    words: cute.Tensor,
+    wanted: cute.Tensor,
+    first_address: Int64,
+    source_stride: cutlass.Constexpr,
+    sources: cutlass.Constexpr,
+    region: Int64,
+    rank: Int32,
+    use: Int32,
+    deadline: Int64,
+    stage: cutlass.Constexpr,
+    row: Int32,
+    head: Int32,
+    first_word: Int32,
+) -> Int32:
+    """Wait for four words of each wanted source; 1 when aborted or expired, else 0.
+
+    words: Uint32 [4 sources] registers, in: the first loads, out: what arrived. wanted: Int32 [sources], 0 for a source
+    whose words are never waited for. Source s lies at first_address + s * source_stride. One loop for all sources: the
+    missing ones are polled together, and the slow path exists once in the code.
+    """
+    aborted = Int32(0)
+    if _missing(words, wanted, sources) != 0:
+        begin = ptx.global_nanoseconds()
+        polls = Int32(0)
+        waiting = Int32(1)
+        while waiting != 0:
+            for source in cutlass.range_constexpr(sources):
+                if (wanted[source] != 0) & _any_armed(words, 4 * source, 4):
+                    fresh = ptx.load_words_system(first_address + source * source_stride)
+                    for element in cutlass.range_constexpr(4):
+                        words[4 * source + element] = fresh[element]
+            if _missing(words, wanted, sources) == 0:
+                waiting = Int32(0)
+            elif polls % POLLS_A_CHECK == 0:
+                elapsed = ptx.global_nanoseconds() - begin
+                if read_abort(region) != 0:
+                    waiting = Int32(0)
+                    aborted = Int32(1)
+                elif elapsed > deadline:
+                    waiting = Int32(0)
+                    aborted = Int32(1)
+                    # The last assignment wins: the first source that is missing, and its first armed word.
+                    missing_source = Int32(0)
+                    missing_word = Int32(0)
+                    for turn in cutlass.range_constexpr(sources):
+                        source = sources - 1 - turn
+                        if (wanted[source] != 0) & _any_armed(words, 4 * source, 4):
+                            missing_source = Int32(source)
+                            missing_word = _first_armed(words, 4 * source, 4)
+                    record_expiry(
+                        region, rank, use, stage, missing_source, row, head, first_word + missing_word, elapsed
+                    )
+            polls += 1
+    return aborted
+
+
+@cute.jit
+def _missing(words: cute.Tensor, wanted: cute.Tensor, sources: cutlass.Constexpr) -> Int32:
+    """Non-zero while a wanted source has an armed word."""
+    missing = Int32(0)
+    for source in cutlass.range_constexpr(sources):
+        if _any_armed(words, 4 * source, 4):
+            missing = missing | wanted[source]
+    return missing
+
+
+@cute.jit
+def _first_armed(words: cute.Tensor, first: cutlass.Constexpr, count: cutlass.Constexpr) -> Int32:
+    """Number of the first armed word among words[first .. first + count - 1], counted from `first`."""
+    missing = Int32(0)
+    for element in cutlass.range_constexpr(count):
+        if words[first + count - 1 - element] == Uint32(ARMED):
+            missing = Int32(count - 1 - element)
+    return missing
+
+
+def _any_armed(words: Any, first: int, count: int) -> Any:
+    armed = words[first] == Uint32(ARMED)
+    for element in range(first + 1, first + count):
         armed = armed | (words[element] == Uint32(ARMED))
     return armed
 

@@ -234,6 +234,17 @@ def warp_maximum(value: Any) -> Any:
     return bits_float(_instruction(flip, [Uint32], [largest], pure=True))
 
 
+def shuffle(word: Any, lane: Any) -> Any:
+    """shfl.sync.idx.b32: the word that `lane` of this warp holds; all lanes take part."""
+    return _instruction("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", [Uint32], [word, lane])
+
+
+def barrier_any(value: Any) -> Any:
+    """barrier.red.or over the CTA: non-zero for all threads where one has a non-zero int32; also a CTA barrier."""
+    code = "{\n.reg .pred p;\nsetp.ne.s32 p, $1, 0;\nbarrier.cta.red.or.pred p, 0, p;\nselp.s32 $0, 1, 0, p;\n}"
+    return _instruction(code, [Int32], [value])
+
+
 def multiply(left: Any, right: Any) -> Any:
     """mul.rn.f32: never contracted into an fma, so that every variant rounds alike."""
     return _instruction("mul.rn.f32 $0, $1, $2;", [Float32], [left, right], pure=True)

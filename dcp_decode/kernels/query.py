@@ -44,8 +44,12 @@ class QueryConfig:
         return self.batch * self.geometry.owner_heads * ROW_PIECES
 
     @property
+    def peers_a_thread(self) -> int:
+        return min(PEERS_A_THREAD, self.geometry.dcp)
+
+    @property
     def peer_groups(self) -> int:
-        return max(1, self.geometry.dcp // PEERS_A_THREAD)
+        return self.geometry.dcp // self.peers_a_thread
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -78,30 +82,33 @@ class DcpQuery:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         piece = block * THREADS + thread
-        # First level of loads: the use number, the input and the peers' addresses don't depend on each other.
+        # First loads: the use number, the abort word, the input and the peers' addresses don't depend on each other.
         use = arrival.read_use(region, int(Stage.QUERY))
         aborted = arrival.read_abort(region)
-        if (block == 0) & (group == 0) & (thread == 0):
-            # Stage 3 of the use before is complete (dependency wait); before the first use this brings -1 to 0.
-            arrival.advance_use(region, int(Stage.MERGE))
         if piece < self.config.pieces:
             source = query + Int64(piece) * (2 * PIECE_BYTES)
             halves = [ptx.load_global_words(source), ptx.load_global_words(source + 16)]
-            peers = min(PEERS_A_THREAD, g.dcp)
+            peers = self.config.peers_a_thread
             bases = [ptx.load_global_int64(table + Int64(group * peers + peer) * 8) for peer in range(peers)]
+            # Orders what the earlier stages of this stream read and re-armed (query words, LSE and payload words)
+            # before these pushes: a peer that sees them may push to those places again.
+            cute.arch.fence_acq_rel_sys()
             words = [_quantized(halves[index // 2][index % 2 * 2 :], inverse_scale) for index in range(4)]
             row_pieces = g.owner_heads * ROW_PIECES
             row = piece // row_pieces
             line = (Int64(use % g.generations) * g.capacity + Int64(row)) * g.padded_heads
             line = line + Int64(rank) * g.owner_heads
             offset = line * numerics.ROW_BYTES + Int64(piece - row * row_pieces) * PIECE_BYTES
-            # Orders what the earlier stages of this stream read and re-armed (query words, LSE and payload words)
-            # before these pushes: a peer that sees them may push to those places again.
-            cute.arch.fence_acq_rel_sys()
             # A rank that gave up must not overwrite words that a slow peer has yet to read.
             if aborted == 0:
                 for peer in cutlass.range_constexpr(peers):
                     ptx.store_words_system(bases[peer] + offset + self.layout.query.offset, words)
+        if (block == 0) & (group == 0) & (thread == 0):
+            # Last, or the fence would wait for it. The stages before are complete (dependency wait): stage 3 of the
+            # use before (before the first use this brings -1 to 0), and this use's top-k exchange. Uses without one
+            # skip a TOPK use on all ranks alike.
+            arrival.advance_use(region, int(Stage.MERGE))
+            arrival.advance_use(region, int(Stage.TOPK))
 
 
 def _quantized(pair: list[Any], inverse_scale: Any) -> Uint32:

@@ -78,12 +78,14 @@ class DcpValue:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         use = arrival.read_use(region, int(Stage.MERGE))
-        if (head == 0) & (row == 0) & (thread == 0):
-            # The stage before has completed (dependency wait), so its use is over.
-            arrival.advance_use(region, int(Stage.SPARSE if config.push else Stage.PUSH))
-        # First loads of all sources' payload words, in every generation if eager; what turns out empty is dropped.
+        # First loads, in every generation if eager: lane l takes the LSE of (copy l / D, source l % D), every thread
+        # its 16 bytes of all sources' payload rows. What turns out empty or of the other generation is dropped.
+        lane = thread % 32
+        source_of_lane = lane % sources
         generation = use % g.generations
         copies = g.generations if cutlass.const_expr(config.eager) else 1
+        lse_copy = ptx.minimum_int32(lane // sources, Int32(copies - 1)) if config.eager else generation
+        lse_word = ptx.load_word_system(self.lse_address(region, lse_copy, source_of_lane, row, head))
         early = cute.make_rmem_tensor(copies * sources * 4, Uint32)
         for copy in cutlass.range_constexpr(copies):
             for source in cutlass.range_constexpr(sources):
@@ -92,21 +94,82 @@ class DcpValue:
                 for element in cutlass.range_constexpr(4):
                     early[(copy * sources + source) * 4 + element] = loaded[element]
 
-        aborted = Int32(0)
-        lse = cute.make_rmem_tensor(sources, Uint32)
+        # Lane s < D waits for the LSE word of source s; then every lane has all of them.
+        first_lane = generation * sources if config.eager else Int32(0)
+        one = cute.make_rmem_tensor(1, Uint32)
+        one[0] = ptx.shuffle(lse_word, first_lane + source_of_lane)
+        aborted = arrival.wait_words(
+            one,
+            self.lse_address(region, generation, source_of_lane, row, head),
+            region,
+            rank,
+            use,
+            deadline,
+            int(Stage.MERGE),
+            source_of_lane,
+            row,
+            head,
+            Int32(0),
+            1,
+        )
+        lse = [ptx.shuffle(one[0], Int32(source)) for source in range(sources)]
+        wanted = cute.make_rmem_tensor(sources, Int32)
+        words = cute.make_rmem_tensor(4 * sources, Uint32)
         for source in cutlass.range_constexpr(sources):
-            lse[source] = ptx.load_word_system(self.lse_address(region, generation, source, row, head))
-        for source in cutlass.range_constexpr(sources):
-            word = cute.make_rmem_tensor(1, Uint32)
-            word[0] = lse[source]
-            place = self.lse_address(region, generation, source, row, head)
-            aborted = aborted | arrival.wait_words(
-                word, place, region, rank, use, deadline, int(Stage.MERGE), Int32(source), row, head, Int32(0), 1
-            )
-            lse[source] = word[0]
-        # Every thread of this CTA has the LSE words: one of them may arm them again.
-        cute.arch.sync_threads()
+            wanted[source] = Int32(1)
+            if (lse[source] == Uint32(EMPTY_LSE_WORD)) | (lse[source] == Uint32(ARMED)):
+                wanted[source] = Int32(0)
+            for element in cutlass.range_constexpr(4):
+                words[4 * source + element] = early[4 * source + element]
+                if cutlass.const_expr(config.eager):  # noqa: SIM102 (a static and a dynamic condition)
+                    if generation == 1:
+                        words[4 * source + element] = early[4 * (sources + source) + element]
+        aborted = aborted | arrival.wait_sources(
+            words,
+            wanted,
+            self.payload_address(region, generation, 0, row, head, thread),
+            self.source_bytes,
+            sources,
+            region,
+            rank,
+            use,
+            deadline,
+            int(Stage.MERGE),
+            row,
+            head,
+            thread * 4,
+        )
+        # Orders the words read above, and through the fences that their writers executed before pushing all those
+        # writers did before (their re-arms), before whatever later stages of this rank push. The re-arms below are
+        # ordered by the fence of the next query push, which no peer's next write to these places precedes.
+        cute.arch.fence_acq_rel_sys()
+        # Every thread of this CTA has the LSE words, and knows whether a wait of another has expired.
+        aborted_threads = ptx.barrier_any(aborted)
+        if aborted_threads == 0:
+            self.merge(lse, words, wanted, region, generation, row, head, thread, merged)
+        if (head == 0) & (row == 0) & (thread == 0):
+            # Last, or the fence would wait for it. The stage before has completed (dependency wait): its use is over.
+            arrival.advance_use(region, int(Stage.SPARSE if config.push else Stage.PUSH))
 
+    @cute.jit
+    def merge(
+        self,
+        lse: Any,
+        words: cute.Tensor,
+        wanted: cute.Tensor,
+        region: Int64,
+        generation: Int32,
+        row: Int32,
+        head: Int32,
+        thread: Int32,
+        merged: Int64,
+    ) -> None:
+        """Re-arm this thread's words and write its 8 merged columns, in source order."""
+        g = self.config.geometry
+        sources = g.dcp
+        armed = Uint32(ARMED)
+        if thread < sources:
+            ptx.store_word_system(self.lse_address(region, generation, thread, row, head), armed)
         largest = Float32(float("-inf"))
         for source in cutlass.range_constexpr(sources):
             largest = ptx.maximum(largest, ptx.bits_float(lse[source]))
@@ -114,42 +177,31 @@ class DcpValue:
         sums = cute.make_rmem_tensor(COLUMNS_A_THREAD, Float32)
         sums.fill(0.0)
         for source in cutlass.range_constexpr(sources):
-            if (lse[source] != Uint32(EMPTY_LSE_WORD)) & (aborted == 0):
-                four = cute.make_rmem_tensor(4, Uint32)
-                place = self.payload_address(region, generation, source, row, head, thread)
+            if wanted[source] != 0:
+                weight = ptx.exp2(ptx.add(ptx.bits_float(lse[source]), -largest))
+                weight_sum = ptx.add(weight_sum, weight)
                 for element in cutlass.range_constexpr(4):
-                    four[element] = early[source * 4 + element]
-                    if cutlass.const_expr(config.eager):  # noqa: SIM102 (a static and a dynamic condition)
-                        if generation == 1:
-                            four[element] = early[(sources + source) * 4 + element]
-                aborted = aborted | arrival.wait_words(
-                    four, place, region, rank, use, deadline, int(Stage.MERGE), Int32(source), row, head, thread * 4
-                )
-                if aborted == 0:
-                    weight = ptx.exp2(ptx.add(ptx.bits_float(lse[source]), -largest))
-                    weight_sum = ptx.add(weight_sum, weight)
-                    for element in cutlass.range_constexpr(4):
-                        values = ptx.bf16_values(four[element])
-                        for half in cutlass.range_constexpr(2):
-                            column = 2 * element + half
-                            sums[column] = ptx.multiply_add(weight, values[half], sums[column])
-                    armed = Uint32(ARMED)
-                    ptx.store_words_system(place, [armed, armed, armed, armed])
-        # Orders this thread's reads of arrived LSE and payload words (and its re-arming) before whatever later stages
-        # of this rank push: a peer that sees those pushes may write these places again.
-        cute.arch.fence_acq_rel_sys()
-        if (thread < sources) & (aborted == 0):
-            ptx.store_word_system(self.lse_address(region, generation, thread, row, head), Uint32(ARMED))
-        if aborted == 0:
-            divisor = weight_sum
-            if weight_sum == Float32(0.0):  # all sources are empty
-                divisor = Float32(1.0)
-            words = [
-                ptx.bf16_pair_canonical(ptx.divide(sums[2 * index], divisor), ptx.divide(sums[2 * index + 1], divisor))
-                for index in range(4)
-            ]
-            line = Int64(row) * g.owner_heads + Int64(head)
-            ptx.store_global(merged + line * (2 * numerics.LATENT_DIM) + Int64(thread) * 16, words)
+                    values = ptx.bf16_values(words[4 * source + element])
+                    for half in cutlass.range_constexpr(2):
+                        column = 2 * element + half
+                        sums[column] = ptx.multiply_add(weight, values[half], sums[column])
+                place = self.payload_address(region, generation, source, row, head, thread)
+                ptx.store_words_system(place, [armed, armed, armed, armed])
+        divisor = weight_sum
+        if weight_sum == Float32(0.0):  # all sources are empty
+            divisor = Float32(1.0)
+        pairs = [
+            ptx.bf16_pair_canonical(ptx.divide(sums[2 * index], divisor), ptx.divide(sums[2 * index + 1], divisor))
+            for index in range(4)
+        ]
+        line = Int64(row) * g.owner_heads + Int64(head)
+        ptx.store_global(merged + line * (2 * numerics.LATENT_DIM) + Int64(thread) * 16, pairs)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes from one source's payload slot to the next source's."""
+        g = self.config.geometry
+        return g.capacity * g.owner_heads * 2 * numerics.LATENT_DIM
 
     def slot_line(self, generation: Any, source: Any, row: Any, head: Any) -> Any:
         """Line of (generation, source, row, own head) in the value mailbox."""
