@@ -89,18 +89,25 @@ class Workload:
 
     def key_bytes(self, layer: int, request: int, positions: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
         """E4M3 bytes (uint8 [n, 576], never NaN) of the keys at `positions`, `salts` (int64 [n])."""
-        key_table, _ = self._device_tables(positions.device)
         pattern = self._pattern(layer, request, positions.device)
-        row_words = _token_words(self._stream(Purpose.KEY, layer, request), positions, salts)
-        heavy = self._heavy(layer, request, positions, salts)
-        result = torch.empty((len(positions), numerics.ROW_BYTES), dtype=torch.uint8, device=positions.device)
+        row_words = token_words(self._stream(Purpose.KEY, layer, request), positions, salts)
+        return self.encode_keys(row_words, self._heavy(layer, request, positions, salts), pattern)
+
+    def encode_keys(self, row_words: torch.Tensor, heavy: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
+        """E4M3 bytes (uint8 [n, 576]) of keys by their words of stream KEY (int64 [n]) and whether they are heavy.
+
+        pattern: int64 [8] of all keys, or [n, 8], one each.
+        """
+        device = row_words.device
+        key_table, _ = self._device_tables(device)
+        result = torch.empty((len(row_words), numerics.ROW_BYTES), dtype=torch.uint8, device=device)
         # A GPU is faster with few large launches, a CPU with words that never leave the cache.
-        chunk = ROWS_A_CHUNK if positions.device.type == "cpu" else max(1, len(positions))
-        for start in range(0, len(positions), chunk):
+        chunk = ROWS_A_CHUNK if device.type == "cpu" else max(1, len(row_words))
+        for start in range(0, len(row_words), chunk):
             part = slice(start, start + chunk)
             words = make_words(row_words[part])
             first = words[:, :PATTERN_WORDS]
-            first.copy_(torch.where(heavy[part, None], pattern, first))
+            first.copy_(torch.where(heavy[part, None], pattern if pattern.dim() == 1 else pattern[part], first))
             entries = words.view(torch.uint8).to(torch.int32)
             entries += heavy[part, None].to(torch.int32) << 8
             result[part] = key_table.index_select(0, entries.view(-1)).view(entries.shape)
@@ -111,7 +118,10 @@ class Workload:
 
         BF16's relative error 2**-9 can't cross an E4M3 rounding boundary, which is at least 2**-5 away.
         """
-        encoded = self.key_bytes(layer, request, positions, salts)
+        return self.decode_keys(self.key_bytes(layer, request, positions, salts))
+
+    def decode_keys(self, encoded: torch.Tensor) -> torch.Tensor:
+        """BF16 (same shape) of key bytes."""
         return (numerics.e4m3_values(encoded) * self.geometry.k_scale).to(torch.bfloat16)
 
     def queries(
@@ -123,19 +133,23 @@ class Workload:
         """
         if len(heads) and not (min(heads) >= 0 and max(heads) < self.geometry.heads):
             raise ConfigError("heads", heads, f"must lie in 0 .. {self.geometry.heads - 1}")
-        device = positions.device
+        pattern = self._pattern(layer, request, positions.device)
+        row_words = token_words(self._stream(Purpose.QUERY, layer, request), positions, salts)
+        return self.make_queries(row_words, pattern.expand(len(positions), PATTERN_WORDS), heads)
+
+    def make_queries(self, row_words: torch.Tensor, pattern: torch.Tensor, heads: range) -> torch.Tensor:
+        """BF16 [n, len(heads), 576] of tokens by their words of stream QUERY (int64 [n]) and patterns int64 [n, 8]."""
+        device = row_words.device
         _, query_table = self._device_tables(device)
-        pattern = self._pattern(layer, request, device)
-        token_words = _token_words(self._stream(Purpose.QUERY, layer, request), positions, salts)
-        head_numbers = torch.tensor(list(heads), dtype=torch.int64, device=device)
-        row_words = mix(token_words[:, None] + head_numbers * _signed(_HEAD_STEP))  # (n, heads)
-        words = make_words(row_words.view(-1))  # (n * heads, 72)
-        aligned = (row_words.view(-1, 1) & ALIGNED_MASK) == 0
-        first = words[:, :PATTERN_WORDS]
-        first.copy_(torch.where(aligned, pattern, first))
+        head_numbers = torch.arange(heads.start, heads.stop, heads.step, dtype=torch.int64, device=device)
+        head_words = mix(row_words[:, None] + head_numbers * _signed(_HEAD_STEP))  # (n, heads)
+        words = make_words(head_words.view(-1)).view(*head_words.shape, WORDS)
+        aligned = (head_words & ALIGNED_MASK)[:, :, None] == 0
+        first = words[:, :, :PATTERN_WORDS]
+        first.copy_(torch.where(aligned, pattern[:, None, :], first))
         entries = words.view(torch.uint8).to(torch.int32)
         values = query_table.index_select(0, entries.view(-1))
-        return values.view(len(positions), len(heads), numerics.ROW_BYTES)
+        return values.view(len(row_words), len(heads), numerics.ROW_BYTES)
 
     def index_scores(
         self,
@@ -151,23 +165,17 @@ class Workload:
         Multiples of 2**-8 below 2**8, computed in integers: the same on every rank and device, and ties occur.
         The caller passes only positions that the row may see (0 .. row_position).
         """
-        popularity = _token_words(self._stream(Purpose.HEAVY, layer, request), positions, salts)
-        epoch = self._stream(Purpose.EPOCH, layer, request, row_position // EPOCH_TOKENS)
-        row = self._stream(Purpose.NOISE, layer, request, row_position, row_salt)
-        # popularity is mixed already, so one multiply after the xor is enough; the top bits are the well mixed ones.
-        active = (popularity ^ epoch).mul_(_signed(_MIX[0][1])) < 0
-        active &= (popularity & HEAVY_MASK) == 0
-        score = ((popularity ^ row).mul_(_signed(_MIX[1][1])) >> 54).bitwise_and_(0x3FF)  # row noise: 10 bits
-        score += (popularity >> 8) & 0x7FF  # the key's own part: 11 bits
-        score += (positions - (row_position - RECENT_TOKENS)).clamp_(0, RECENT_TOKENS).mul_(16)  # 12 bits
-        score += active.to(torch.int64) << 13
-        # Sinks keep their noise, and the offset is above every sum of the other parts (below 2**14).
-        score += (positions < SINKS).to(torch.int64) << 15
-        return score.to(torch.float32).mul_(2.0**-SCORE_FRACTION_BITS)
+        return scores_of_keys(
+            token_words(self._stream(Purpose.HEAVY, layer, request), positions, salts),
+            self._stream(Purpose.EPOCH, layer, request, row_position // EPOCH_TOKENS),
+            self._stream(Purpose.NOISE, layer, request, row_position, row_salt),
+            row_position,
+            positions,
+        )
 
     def _heavy(self, layer: int, request: int, positions: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
         """bool [n]: the keys that index scores may favour, and whose rows stand out."""
-        return (_token_words(self._stream(Purpose.HEAVY, layer, request), positions, salts) & HEAVY_MASK) == 0
+        return is_heavy(token_words(self._stream(Purpose.HEAVY, layer, request), positions, salts))
 
     def _pattern(self, layer: int, request: int, device: torch.device) -> torch.Tensor:
         """int64 [8]: the words of the first 64 columns that heavy keys and aligned queries share."""
@@ -192,6 +200,43 @@ def hashed_word(seed: int, purpose: Purpose, *names: int) -> int:
     for name in (purpose, *names):
         state = _mix_integer((state + (name + 1) * _WORD_STEP) & _BITS)
     return state
+
+
+def hashed_words(seed: int, purpose: Purpose, *names: torch.Tensor) -> torch.Tensor:
+    """The int64 bits of `hashed_word`, elementwise over broadcast int64 names (at least one)."""
+    start = _signed(hashed_word(seed, purpose))
+    state = mix((names[0] + 1) * _signed(_WORD_STEP) + start)
+    for name in names[1:]:
+        state = mix(state + (name + 1) * _signed(_WORD_STEP))
+    return state
+
+
+def is_heavy(popularity: torch.Tensor) -> torch.Tensor:
+    """bool: whether keys are heavy, by their words of stream HEAVY (int64, any shape)."""
+    return (popularity & HEAVY_MASK) == 0
+
+
+def scores_of_keys(
+    popularity: torch.Tensor,
+    epoch: int | torch.Tensor,
+    row: int | torch.Tensor,
+    row_position: int | torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """FP32 index scores, `popularity`'s shape: of keys by their words of stream HEAVY and their positions (int64).
+
+    epoch, row: starts of the row's streams EPOCH and NOISE. They and row_position are numbers, or one a row, broadcast.
+    """
+    # popularity is mixed already, so one multiply after the xor is enough; the top bits are the well mixed ones.
+    active = (popularity ^ epoch).mul_(_signed(_MIX[0][1])) < 0
+    active &= is_heavy(popularity)
+    score = ((popularity ^ row).mul_(_signed(_MIX[1][1])) >> 54).bitwise_and_(0x3FF)  # row noise: 10 bits
+    score += (popularity >> 8) & 0x7FF  # the key's own part: 11 bits
+    score += (positions - (row_position - RECENT_TOKENS)).clamp_(0, RECENT_TOKENS).mul_(16)  # 12 bits
+    score += active.to(torch.int64) << 13
+    # Sinks keep their noise, and the offset is above every sum of the other parts (below 2**14).
+    score += (positions < SINKS).to(torch.int64) << 15
+    return score.to(torch.float32).mul_(2.0**-SCORE_FRACTION_BITS)
 
 
 def normal_quantiles() -> torch.Tensor:
@@ -223,8 +268,8 @@ def mix(words: torch.Tensor) -> torch.Tensor:
     return words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - _LAST_SHIFT)) - 1))
 
 
-def _token_words(stream: int, positions: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
-    """int64 [n]: the mixed word of each token of a stream."""
+def token_words(stream: int | torch.Tensor, positions: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
+    """int64: the mixed word of each token of a stream (or of one stream a token); shapes broadcast."""
     return mix(positions * _signed(_POSITION_STEP) + salts * _signed(_SALT_STEP) + stream)
 
 

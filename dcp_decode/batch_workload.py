@@ -1,0 +1,90 @@
+"""The workload of a whole verify step as static shapes: what a captured graph can make from integers on the device.
+
+    rows [B] (request, position, salt) --hash--> streams [layers, B] --mix--> keys    u8   [layers, B, 576]
+                                                        |                     queries bf16 [layers, B, heads, 576]
+    candidate positions [B, S], salts [B, S] -----------+--------- a layer -> scores  fp32 [B, S]
+
+The bits are those of `Workload`'s functions (a test compares them): only who hashes the names differs, the host there
+and the device here. Every shape is fixed by (layers, B, S) and nothing is read back, so a step needs no host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dcp_decode.workload import (
+    EPOCH_TOKENS,
+    PATTERN_WORDS,
+    Purpose,
+    Workload,
+    hashed_words,
+    is_heavy,
+    make_words,
+    scores_of_keys,
+    token_words,
+)
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """The rows of a step, int64 [B] each: request, position and salt of their own tokens.
+
+    A row of padding has position -1: it sees no key, and what is made for it is never used.
+    """
+
+    request: torch.Tensor
+    position: torch.Tensor
+    salt: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+
+class BatchWorkload:
+    """One step's own tokens in all layers, and each layer's index scores; lies on the device of the rows' tensors."""
+
+    def __init__(self, workload: Workload, layers: int, rows: BatchRows) -> None:
+        self.workload = workload
+        self.layers = layers
+        self.rows = rows
+        self._layer = torch.arange(layers, dtype=torch.int64, device=rows.request.device)[:, None]  # (layers, 1)
+        epoch = rows.position // EPOCH_TOKENS
+        self._popularity = self._streams(Purpose.HEAVY)
+        self._epoch = self._streams(Purpose.EPOCH, epoch)
+        self._noise = self._streams(Purpose.NOISE, rows.position, rows.salt)
+        self._pattern = make_words(self._streams(Purpose.PATTERN).view(-1))[:, :PATTERN_WORDS]  # (layers * B, 8)
+
+    def keys(self) -> torch.Tensor:
+        """The rows' own keys as E4M3 bytes: uint8 [layers, B, 576]."""
+        words = self._token_words(self._streams(Purpose.KEY))
+        heavy = is_heavy(self._token_words(self._popularity))
+        encoded = self.workload.encode_keys(words.view(-1), heavy.view(-1), self._pattern)
+        return encoded.view(self.layers, len(self.rows), -1)
+
+    def queries(self, heads: range) -> torch.Tensor:
+        """BF16 [layers, B, len(heads), 576] of gathered head numbers `heads`."""
+        words = self._token_words(self._streams(Purpose.QUERY))
+        made = self.workload.make_queries(words.view(-1), self._pattern, heads)
+        return made.view(self.layers, len(self.rows), *made.shape[1:])
+
+    def index_scores(self, layer: int, positions: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
+        """FP32 [B, S] scores of the keys at `positions` [S] or [B, S] with `salts` [B, S], all int64.
+
+        Positions behind a row's own get a score too: the caller masks them.
+        """
+        return scores_of_keys(
+            token_words(self._popularity[layer, :, None], positions, salts),
+            self._epoch[layer, :, None],
+            self._noise[layer, :, None],
+            self.rows.position[:, None],
+            positions,
+        )
+
+    def _streams(self, purpose: Purpose, *names: torch.Tensor) -> torch.Tensor:
+        """int64 [layers, B]: the start of each (layer, row)'s stream of a purpose."""
+        return hashed_words(self.workload.seed, purpose, self._layer, self.rows.request, *names)
+
+    def _token_words(self, streams: torch.Tensor) -> torch.Tensor:
+        return token_words(streams, self.rows.position, self.rows.salt)
