@@ -1,7 +1,7 @@
 """What every control plane offers, and the one polled wait that all of them share.
 
 Every operation is an all-gather of one small picklable value a rank, numbered by a sequence that all ranks count
-alike. A wait never blocks: it polls arrivals, then the liveness of peers, then its deadline, so a death is reported
+alike. A wait never blocks: it polls the liveness of peers, then arrivals, then its deadline, so a death is reported
 within about 0.2 s and a timeout names exactly the ranks that never came.
 
 Liveness: a peer of this host and PID namespace is dead when /proc/<pid>/stat is gone, is a zombie, or shows another
@@ -171,13 +171,16 @@ class PolledControlPlane(ABC):
         started = time.monotonic()
         pause = FIRST_PAUSE_SECONDS
         while True:
+            # Looked at before the arrivals: a peer that has all answers may fail over them, and its own still counts.
+            dead = self.dead_peers()
             arrived.update(self._arrivals(sequence, set(range(self.size)) - arrived.keys()))
             missing = frozenset(range(self.size)) - arrived.keys()
             if not missing:
                 self._waiting = None
                 return arrived
             self._waiting = (label, missing)
-            self._refuse_dead(label)
+            if dead:
+                self._refuse(dead, label)
             if time.monotonic() - started > self.deadline_seconds:
                 raise ControlTimeout(
                     f"rank {self.rank} waited {self.deadline_seconds:g} s at '{label}' for {_ranks(missing)}",
@@ -186,11 +189,9 @@ class PolledControlPlane(ABC):
             time.sleep(pause)
             pause = min(pause * 1.5, LAST_PAUSE_SECONDS)
 
-    def _refuse_dead(self, label: str) -> None:
-        dead = self.dead_peers()
-        if dead:
-            reasons = "; ".join(f"rank {rank} died ({reason})" for rank, reason in sorted(dead.items()))
-            raise RankDied(f"{reasons}; rank {self.rank} was at '{label}'", self.waits())
+    def _refuse(self, dead: dict[int, str], label: str) -> None:
+        reasons = "; ".join(f"rank {rank} died ({reason})" for rank, reason in sorted(dead.items()))
+        raise RankDied(f"{reasons}; rank {self.rank} was at '{label}'", self.waits())
 
     @abstractmethod
     def _post(self, sequence: int, payload: bytes) -> None:
