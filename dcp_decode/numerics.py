@@ -73,6 +73,12 @@ def bf16_rows(values: torch.Tensor) -> torch.Tensor:
     return rounded.view(torch.int16).masked_fill_(nan, BF16_NAN).view(torch.bfloat16)
 
 
+def canonical_bf16(values: torch.Tensor) -> torch.Tensor:
+    """BF16 with every NaN replaced by 0x7FFF: rows of any origin that can be pushed."""
+    nan = torch.isnan(values)
+    return values.contiguous().view(torch.int16).masked_fill(nan, BF16_NAN).view(torch.bfloat16)
+
+
 def canonical_fp32(values: torch.Tensor) -> torch.Tensor:
     """FP32 with every NaN replaced by 0x7FC00000: an LSE word that can be pushed."""
     nan = torch.isnan(values)

@@ -87,7 +87,9 @@ class CpuStages:
         """Stage 3a, local route: push what stage 2 left, its LSE turned from natural to base 2."""
         self._finish(Stage.SPARSE)
         heads = self.geometry.heads
-        self._push(Stage.PUSH, partial.latent[:, :heads], partial.lse_ln[:, :heads] * numerics.LOG2_E)
+        # Stage 2 of another origin may leave any NaN, and a pair of 0xFFFF is an armed word.
+        rows = numerics.canonical_bf16(partial.latent[:, :heads])
+        self._push(Stage.PUSH, rows, partial.lse_ln[:, :heads] * numerics.LOG2_E)
 
     def merge(self, batch: int, after: Stage) -> torch.Tensor:
         """Stage 3 (3b): merged rows BF16 [B, H, 512] of this rank's own heads.
