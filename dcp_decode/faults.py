@@ -48,9 +48,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Corruption:
-    """In a step and layer: writer overwrites word 0 of row 0 of its own slot in a victim's mailbox with `value`.
+    """In a step and layer: writer overwrites the first word of row 0 of its own slot in a victim's mailbox.
 
-    value: signed 32-bit; None flips the lowest bit of what is there.
+    value: what it stores, signed 32-bit; None flips the lowest bit of what is there. Writer and victim may be one rank.
     """
 
     writer: int
@@ -195,7 +195,7 @@ class FaultInjector:
 
 
 def _word(mailbox: Mailbox, corruption: Corruption, use: int) -> torch.Tensor:
-    """int32 scalar: word 0 of row 0 of the writer's slot in the victim's mailbox."""
+    """int32 scalar: the first word of row 0 of the writer's slot in the victim's mailbox."""
     geometry = mailbox.geometry
     section: Section = getattr(mailbox.layout, corruption.mailbox)
     words = section.words(mailbox.memory.regions[corruption.victim])[use % geometry.generations]

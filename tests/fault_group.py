@@ -1,0 +1,154 @@
+"""Runs groups of rank processes under injected faults, for test_faults.py.
+
+A process of its own (`FaultGroups` starts it) forks the ranks: its parent, the test process, has used torch's threads.
+Requests and answers are pickles on its standard input and output.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp_decode.commands.run import report_of
+from dcp_decode.config import RunConfig, load_config
+from dcp_decode.control.plane import ControlPlane
+from dcp_decode.faults import FaultInjector, FaultPlan
+from dcp_decode.records import RankReport, make_plan, read_records
+from dcp_decode.results import conclude
+from dcp_decode.run import run_rank
+from dcp_decode.soak import read_counts, write_counts
+from dcp_decode.step import LayerRun
+from dcp_decode.supervisor import supervise
+
+HANG_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run to make: overrides by dotted key over the defaults, [workload.synthetic] included, and its faults."""
+
+    overrides: dict[str, Any]
+    faults: FaultPlan
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How it ended. merged: (rank, step, layer) -> BF16 [B, H, 512], as far as ranks came; counts: injected faults."""
+
+    exit_code: int
+    error: str | None
+    dead_ranks: tuple[int, ...]
+    expired_waits: list[dict[str, Any]]
+    digest: str | None
+    verified: bool | None
+    counts: dict[str, float]
+    merged: dict[tuple[int, int, int], torch.Tensor]
+
+
+def run_group(request: Request) -> Answer:
+    """Fork the ranks, wait for them, and conclude."""
+    config = load_config(None, request.overrides)
+    plan = make_plan("run", config, "builtin", None)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        supervise(
+            lambda control: _run_rank(config, request.faults, folder, control),
+            plan.processes,
+            folder,
+            wait_deadline_seconds=config.mailbox.deadline_seconds,
+            control_deadline_seconds=config.mailbox.control_deadline_seconds,
+        )
+        conclusion = conclude(plan, read_records(folder))
+        merged: dict[tuple[int, int, int], torch.Tensor] = {}
+        for path in folder.glob("merged-*"):
+            merged |= torch.load(path)
+        document = conclusion.document
+        return Answer(
+            conclusion.exit_code,
+            conclusion.error,
+            conclusion.dead_ranks,
+            document["expired_waits"],
+            document["digest"],
+            document["verified"],
+            asdict(read_counts(folder)),
+            merged,
+        )
+
+
+def _run_rank(config: RunConfig, faults: FaultPlan, folder: Path, control: ControlPlane) -> RankReport:
+    injector = FaultInjector(faults, config.model.layers, config.parallel.route)
+    seen: list[LayerRun] = []
+
+    def before_stage(run: LayerRun, stage: str) -> None:
+        if stage == "append":
+            seen.append(run)
+        injector(run, stage)
+
+    try:
+        summary = run_rank(config, control, None, before_stage)
+    finally:
+        write_counts(folder, control.rank, injector.counts)
+    layers = config.model.layers
+    calls: dict[int, int] = {}
+    merged = {}
+    for run in seen:
+        number = calls.get(run.state.rank, 0)
+        calls[run.state.rank] = number + 1
+        merged[run.state.rank, number // layers, run.layer] = run.merged
+    torch.save(merged, folder / f"merged-{control.rank}")
+    return report_of(summary)
+
+
+class FaultGroups:
+    """The test's end: one such process, and runs in it one after the other."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    def run(self, overrides: dict[str, Any], faults: FaultPlan | None = None) -> Answer:
+        """Raises TimeoutError if the group hangs."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump(Request(overrides, faults or FaultPlan()), self._process.stdin)
+        self._process.stdin.flush()
+        ready, _, _ = select.select([self._process.stdout], [], [], HANG_SECONDS)
+        if not ready:
+            self._process.kill()
+            raise TimeoutError(f"no end after {HANG_SECONDS:g} s")
+        return pickle.load(self._process.stdout)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(HANG_SECONDS)
+
+
+def main() -> None:
+    # The pipes are this process's alone: whatever a rank prints must not get among the pickles.
+    answers = os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            request: Request = pickle.load(requests)
+        except EOFError:
+            return
+        pickle.dump(run_group(request), answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    from fault_group import main as imported_main  # so that pickles name this module, not __main__
+
+    imported_main()
