@@ -46,6 +46,17 @@ def local_candidates(scores: torch.Tensor, positions: torch.Tensor, width: int) 
     return out
 
 
+def batch_candidates(scores: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, width: int) -> torch.Tensor:
+    """`local_candidates` of all rows at once, in a static shape: int64 [B, width], in no particular order.
+
+    scores: FP32 [B, S]; positions: int64 [S]; visible: bool [B, S], the positions that the row may select.
+    """
+    keys = candidate_keys(scores, positions).masked_fill_(~visible, ABSENT)
+    if keys.shape[1] > width:
+        return torch.topk(keys, width, dim=1, sorted=False).values
+    return torch.nn.functional.pad(keys, (0, width - keys.shape[1]), value=ABSENT)
+
+
 def selected_by_rank(candidates: torch.Tensor, rank: int) -> torch.Tensor:
     """Positions of the exact global top-k that `rank` stores, ascending, as a prefix.
 
