@@ -4,6 +4,7 @@ SHELL := /bin/bash
 CONFIG ?= configs/smoke.toml
 GPUS ?= 8
 WORKERS ?= 2
+MINUTES ?= 10
 
 # The first Python that runs and is of an allowed version (a pyenv shim may exist and still not run).
 PYTHON ?= $(shell for name in python3 python3.12 python3.11; do \
@@ -12,7 +13,7 @@ PYTHON ?= $(shell for name in python3 python3.12 python3.11; do \
 VENV := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: run test check protocol bench-cpu test-gpu test-multigpu clean
+.PHONY: run test check protocol soak bench-cpu test-gpu test-multigpu clean
 
 run: $(INSTALLED)
 	$(VENV)/dcp-decode run $(CONFIG)
@@ -28,6 +29,9 @@ check: $(INSTALLED)
 
 protocol: $(INSTALLED)
 	$(VENV)/python -m dcp_decode.protocol --json results/protocol.json
+
+soak: $(INSTALLED)
+	$(VENV)/dcp-decode soak configs/soak.toml --minutes $(MINUTES) --output results/soak.json
 
 bench-cpu: $(INSTALLED)
 	$(VENV)/python -m dcp_decode.checkpoint.cpu

@@ -1,18 +1,18 @@
 """Runs groups of rank processes under injected faults, for test_faults.py.
 
 A process of its own (`FaultGroups` starts it) forks the ranks: its parent, the test process, has used torch's threads.
-Requests and answers are pickles on its standard input and output.
+Requests and answers are pickles on a pipe of theirs.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import select
 import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -112,43 +112,36 @@ class FaultGroups:
     """The test's end: one such process, and runs in it one after the other."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        self._connection, theirs = Pipe()
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        theirs.close()
 
     def run(self, overrides: dict[str, Any], faults: FaultPlan | None = None) -> Answer:
         """Raises TimeoutError if the group hangs."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        pickle.dump(Request(overrides, faults or FaultPlan()), self._process.stdin)
-        self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], HANG_SECONDS)
-        if not ready:
-            self._process.kill()
+        self._connection.send(Request(overrides, faults or FaultPlan()))
+        if not self._connection.poll(HANG_SECONDS):
+            self._process.kill()  # its ranks die with it
             raise TimeoutError(f"no end after {HANG_SECONDS:g} s")
-        return pickle.load(self._process.stdout)
+        return pickle.loads(self._connection.recv())
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._connection.close()
         self._process.wait(HANG_SECONDS)
 
 
-def main() -> None:
-    # The pipes are this process's alone: whatever a rank prints must not get among the pickles.
-    answers = os.fdopen(os.dup(1), "wb")
-    requests = os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)
+def serve(connection: Connection) -> None:
+    """Answer requests until the other end is closed."""
     while True:
         try:
-            request: Request = pickle.load(requests)
+            request = connection.recv()
         except EOFError:
             return
-        pickle.dump(run_group(request), answers)
-        answers.flush()
+        # Plain pickle: the connection's own pickler would share the tensors' memory, which ends with this process.
+        connection.send(pickle.dumps(run_group(request)))
 
 
 if __name__ == "__main__":
-    from fault_group import main as imported_main  # so that pickles name this module, not __main__
+    import fault_group  # so that pickles name this module, not __main__
 
-    imported_main()
+    fault_group.serve(Connection(int(sys.argv[1])))

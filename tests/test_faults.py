@@ -13,10 +13,15 @@ from typing import Any
 import pytest
 import torch
 from fault_group import Answer, FaultGroups
+from launch_stub import report
 
 from dcp_decode import numerics
+from dcp_decode import soak as rounds
+from dcp_decode.config import load_config
 from dcp_decode.errors import VERIFIED, WAIT_EXPIRED, WRONG_RESULT
 from dcp_decode.faults import SENTINELS, Corruption, FaultPlan, Place, Sentinel
+from dcp_decode.rank_process import Body
+from dcp_decode.records import make_plan
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -93,7 +98,7 @@ def test_a_stop_shorter_than_the_deadline_is_survived(
     assert answer.counts["stops"] == 1
 
 
-@pytest.mark.parametrize("stage", ["append", "query_push", "sparse_decode_push", "merge"])
+@pytest.mark.parametrize("stage", ["append", "merge"])
 def test_a_stop_longer_than_the_deadline_is_named(groups: FaultGroups, stage: str) -> None:
     faults = FaultPlan(stop_at=Place(STOPPED, STEP, 0, stage), stop_seconds=30.0)
     answer = groups.run(SMALL, faults)
@@ -236,6 +241,31 @@ def test_a_short_soak(tmp_path: Path) -> None:
     # 1 % and 0.1 % of the calls, within five standard deviations of a binomial draw.
     assert abs(injected["delays"] - 0.01 * calls) < 5 * (0.01 * calls) ** 0.5
     assert abs(injected["stops"] - 0.001 * calls) < 5 * (0.001 * calls) ** 0.5
+
+
+@pytest.mark.parametrize("digest", ["undisturbed", "another"])
+def test_a_soak_fails_on_another_digest(digest: str) -> None:
+    config = load_config(None, {"model.heads": 16, "parallel.dcp": 2})
+
+    def make_body(faults: FaultPlan, _folder: Path) -> Body:
+        of_round = digest if faults.seed % rounds.ROUND_SEEDS == 2 else "undisturbed"
+        return lambda _: report(digest=of_round)
+
+    seen: list[int] = []
+    conclusion = rounds.soak(
+        make_plan("soak", config, "builtin", None),
+        config,
+        ("delays",),
+        3.0,
+        make_body,
+        lambda one: seen.append(one.number),
+    )
+    equal = digest == "undisturbed"
+    assert conclusion.document["soak"]["digests_equal"] is equal
+    assert conclusion.exit_code == conclusion.document["exit_code"] == (VERIFIED if equal else WRONG_RESULT)
+    if not equal:
+        assert conclusion.error == "wrong result: digest another of round 2, undisturbed it is undisturbed"
+        assert seen == [0, 1, 2]
 
 
 def test_a_soak_refuses_what_it_cannot_survive(tmp_path: Path) -> None:
