@@ -188,7 +188,7 @@ class FaultInjector:
             run.partial.latent.view(torch.int16)[0, 0] = bits
         else:
             value = torch.tensor([bits], dtype=torch.int16).view(torch.bfloat16)
-            encoded = numerics.quantize_e4m3(value, run.state.geometry.k_scale)
+            encoded = numerics.quantize_e4m3(value, run.state.cache.geometry.k_scale)
             selected = run.selection.rows[0, : int(run.selection.valid[0])].long()
             run.state.cache.rows[run.layer][selected] = encoded
         self.counts.sentinels += 1
