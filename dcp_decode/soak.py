@@ -5,7 +5,8 @@
 Delays and stops are shorter than the deadline of a mailbox wait, so nothing may fail. A round is one run of the config
 (service.max_steps steps); the time limit is looked at between rounds.
 
-Measured (2-core x86-64 CPU machine, 8 ranks, configs/soak.toml): see results/soak-cpu-10000.json.
+Measured (2-core x86-64 CPU machine, busy with other work; 8 ranks, configs/soak.toml, 10,000 steps in one round): 527 s
+undisturbed, 665 s with 5,441 delays of 274 s in all, one digest (results/soak-cpu-10000.json).
 """
 
 from __future__ import annotations
