@@ -62,7 +62,10 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A whole run, the same on every rank. Times in seconds per (step, layer), the maximum over ranks."""
+    """A whole run, the same on every rank. Times in seconds per (step, layer), the maximum over ranks.
+
+    keys_a_row: of all (step, layer, row, rank); None if no step ran, because every request was refused.
+    """
 
     fabric: str
     route: str
@@ -79,7 +82,7 @@ class RunSummary:
     checked_steps: int
     worst: WorstRow
     digest: str
-    keys_a_row: dict[str, int]
+    keys_a_row: dict[str, int] | None
     stage_seconds: dict[str, np.ndarray]
 
 
@@ -246,7 +249,8 @@ class Run:
         agree(self.control, "the schedule", {"service state": self.service.fingerprint()})
         everyone = self.control.all_gather((self.summaries, self.verifier.worst), "summaries")
         summaries = sorted((one for many, _ in everyone for one in many), key=lambda summary: summary.rank)
-        seconds = np.array([summary.seconds for summary in summaries]).max(axis=0)  # (iterations, stages)
+        seconds = np.array([summary.seconds for summary in summaries]).reshape(len(summaries), -1, len(TIMED))
+        slowest = seconds.max(axis=0)  # (iterations, stages)
         keys = np.repeat(np.arange(self.geometry.topk + 1), sum(summary.keys for summary in summaries))
         return RunSummary(
             fabric=self.fabric.name,
@@ -264,8 +268,8 @@ class Run:
             checked_steps=self.checked_steps,
             worst=max((worst for _, worst in everyone), key=lambda worst: worst.share),
             digest=run_digest(summaries),
-            keys_a_row={"min": int(keys.min()), "median": int(np.median(keys)), "max": int(keys.max())},
-            stage_seconds={name: seconds[:, column] for column, name in enumerate(TIMED)},
+            keys_a_row=_spread(keys) if keys.size else None,
+            stage_seconds={name: slowest[:, column] for column, name in enumerate(TIMED)},
         )
 
 
@@ -276,6 +280,10 @@ def _account(summary: RankSummary, run: LayerRun) -> None:
     merge = run.seconds.get("value_push", 0.0) + run.seconds["merge"]
     push = run.seconds["query_push"]
     summary.seconds.append((push, decode, merge, push + decode + merge))
+
+
+def _spread(keys: np.ndarray) -> dict[str, int]:
+    return {"min": int(keys.min()), "median": int(np.median(keys)), "max": int(keys.max())}
 
 
 def run_digest(summaries: list[RankSummary]) -> str:

@@ -77,6 +77,6 @@ def report_of(summary: RunSummary) -> RankReport:
         steps=summary.steps,
         tokens=summary.tokens,
         acceptance=summary.acceptance,
-        keys_per_row=(keys["min"], keys["median"], keys["max"]),
+        keys_per_row=None if keys is None else (keys["min"], keys["median"], keys["max"]),
         stages={name: stage_statistics(seconds) for name, seconds in summary.stage_seconds.items()},
     )
