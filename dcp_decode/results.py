@@ -37,6 +37,11 @@ REPORT_KEYS = (
 )
 
 
+# Names of `mailbox.Stage` in stream order; not imported, since concluding a run needs no torch.
+STAGE_ORDER = ("TOPK", "QUERY", "SPARSE", "PUSH", "MERGE")
+LATEST = (math.inf, math.inf)
+
+
 @dataclass(frozen=True)
 class Conclusion:
     """How a run ended as a whole. error: the first cause, one line. dead_ranks: those that crashed or were killed."""
@@ -79,14 +84,21 @@ def _lost(rank: int) -> RankRecord:
 
 
 def _first_cause(records: list[RankRecord]) -> RankRecord | None:
-    def urgency(record: RankRecord) -> tuple[int, float]:
+    def urgency(record: RankRecord) -> tuple[int, tuple[float, float], float]:
         if record.exit_code in (WRONG_RESULT, BAD_INPUT):
-            return 0, record.ended
+            return 0, LATEST, record.ended
         if record.outcome in ("crashed", "killed"):
-            return 1, record.ended
-        return 3 if record.consequence else 2, record.ended
+            return 1, LATEST, record.ended
+        # A wait at a later stage, or in a later use, follows from one at an earlier: the least advanced is the cause.
+        return 3 if record.consequence else 2, min(map(_advance, record.expired_waits), default=LATEST), record.ended
 
     return min((record for record in records if record.outcome != "ok"), key=urgency, default=None)
+
+
+def _advance(wait: Mapping[str, object]) -> tuple[float, float]:
+    """(use, stage) of a mailbox wait, in stream order; control-plane waits come last."""
+    stage, use = wait.get("stage"), wait.get("use")
+    return (use, STAGE_ORDER.index(stage)) if stage in STAGE_ORDER and isinstance(use, int) else LATEST
 
 
 def _document(plan: Plan, records: list[RankRecord]) -> dict[str, Any]:
