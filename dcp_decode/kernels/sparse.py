@@ -12,12 +12,14 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_fake_stream
 
 from dcp_decode.kernels import arrival, ptx
-from dcp_decode.kernels.sparse_chunk import SparseChunk, store_fp8_pair_shared, transpose4
+from dcp_decode.kernels.sparse_chunk import VALUE_STEP, SparseChunk, store_fp8_pair_shared, transpose4
 from dcp_decode.kernels.sparse_config import (
     CHUNK,
+    QUERY_WARPS,
     ROW_PITCH,
     SPLIT,
-    THREADS,
+    START_REGISTERS,
+    WARPS,
     SparseConfig,
     SparseRefusal,
     SparseRefused,
@@ -42,6 +44,13 @@ __all__ = [
 ]
 
 
+# Named barriers of a CTA: all warps; the query has been staged; the compute warps alone.
+QUERY_STAGED = 1
+COMPUTE = 2
+QUERY_WARPS_DONE = 3
+COMPUTE_THREADS = 32 * WARPS
+
+
 class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
     """The kernel specialised for one `SparseConfig`."""
 
@@ -50,6 +59,8 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
         if refusal is not None:
             raise SparseRefused(refusal)
         self.config = config
+        query_registers, compute_registers = config.registers
+        assert QUERY_WARPS * query_registers + WARPS * compute_registers <= START_REGISTERS * (QUERY_WARPS + WARPS)
 
     @staticmethod
     def can_implement(config: SparseConfig) -> SparseRefusal | None:
@@ -75,10 +86,13 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
         """Launch over (SPLIT, head tiles, batch rows); arguments as in `run_sparse`, addresses as integers."""
         self.kernel(region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline).launch(
             grid=self.config.grid,
-            block=[THREADS, 1, 1],
+            block=[self.config.threads, 1, 1],
             cluster=[SPLIT, 1, 1],
             smem=self.config.shared.nbytes,
             use_pdl=self.config.pdl,
+            # Register reallocation needs both bounds known at compile time.
+            max_number_threads=[self.config.threads, 1, 1],
+            min_blocks_per_mp=1,
             stream=stream,
         )
 
@@ -101,7 +115,6 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
         thread, _, _ = cute.arch.thread_idx()
         split, tile_group, row = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        lane = thread % 32
         memory = cute.arch.get_dyn_smem(Uint8, alignment=1024)
         shared = Int32(memory.toint())
         barriers = cute.recast_ptr(memory, dtype=Int64)
@@ -113,52 +126,111 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
             cute.arch.mbarrier_arrive_and_expect_tx(barriers, self.inbox_bytes)
             ptx.store_shared(shared + config.shared.abort_flag, [Int32(0)])
         cute.arch.cluster_arrive_relaxed()
-        if cutlass.const_expr(config.trigger_early):
+        if cutlass.const_expr(config.trigger == "start"):
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
 
-        # First level of loads: none depends on another but the query words on the use number.
         use = arrival.read_use(region, int(Stage.SPARSE))
-        width = Int32(config.geometry.topk)
+        if cutlass.const_expr(config.query_warps > 0):
+            if warp >= WARPS:
+                cute.arch.setmaxregister_decrease(config.registers[0])
+                self.serve_query(region, rank, use, deadline, row, tile_group, split, thread - COMPUTE_THREADS, shared)
+            else:
+                cute.arch.setmaxregister_increase(config.registers[1])
+                self.compute(
+                    region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline, use, row,
+                    tile_group, split, thread, shared, barriers,
+                )  # fmt: skip
+        else:
+            self.compute(
+                region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline, use, row,
+                tile_group, split, thread, shared, barriers,
+            )  # fmt: skip
+        if cutlass.const_expr(config.trigger == "end"):
+            cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(config.bulk):
+            # The peers have received the copies out of this CTA's staged partials.
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def compute(
+        self,
+        region: Int64,
+        table: Int64,
+        rank: Int32,
+        kv: Int64,
+        rows: Int64,
+        valid: Int64,
+        latent: Int64,
+        lse: Int64,
+        scale_log2: Float32,
+        out_scale: Float32,
+        deadline: Int64,
+        use: Int32,
+        row: Int32,
+        tile_group: Int32,
+        split: Int32,
+        thread: Int32,
+        shared: Int32,
+        barriers: cute.Pointer,
+    ) -> None:
+        """The 16 compute warps: gather, attention, outputs; in wide CTAs they serve the query as well."""
+        config = self.config
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        lane = thread % 32
+        # First level of loads: neither depends on the other.
         count = ptx.load_global_int32(valid + Int64(row) * 4)
         index = self.load_index(rows, row, split, Int32(0), warp, lane)
-        query_address = self.query_address(region, use, row, tile_group)
-        words = self.load_query(query_address, thread)
-        count = ptx.minimum_int32(ptx.maximum_int32(count, Int32(0)), width)
+        count = ptx.minimum_int32(ptx.maximum_int32(count, Int32(0)), Int32(config.geometry.topk))
         # Key j of the row goes to CTA j % SPLIT.
         keys = (count - split + (SPLIT - 1)) // SPLIT
         if keys > 0:
             self.gather(kv, index, Int32(0), keys, warp, lane, shared, barriers)
-        if (thread == 0) & (split == 0) & (tile_group == 0) & (row == 0):
-            # The query stage has completed (dependency wait), so its use is over.
-            arrival.advance_use(region, int(Stage.QUERY))
-        self.receive_query(words, query_address, region, rank, use, deadline, row, tile_group, thread, shared)
-        cute.arch.sync_threads()
-        # Orders this thread's reads of arrived query words before whatever it and later stages write to any rank:
-        # no rank may see a push that follows these reads and overwrite the words before they were read.
-        cute.arch.fence_acq_rel_sys()
-        # Peers' barriers are initialised (their first arrival); then: this CTA has its query words.
+        if cutlass.const_expr(config.query_warps == 0):
+            address = self.query_address(region, use, row, tile_group)
+            self.receive_query(address, region, rank, use, deadline, row, tile_group, thread, shared)
+            self.advance_query_use(region, split, tile_group, row, thread)
+        cute.arch.barrier(barrier_id=QUERY_STAGED, number_of_threads=config.threads)
+        # The peers' barriers are initialised: their first arrival. The second says that this CTA has its query words.
         cute.arch.cluster_wait()
         cute.arch.cluster_arrive_relaxed()
         if count > 0:
             self.attend(
-                kv, rows, table, latent, lse, index, keys, scale_log2, out_scale, rank, use, row, tile_group, split,
-                warp, lane, shared, barriers,
+                kv, rows, table, latent, lse, index, keys, scale_log2, out_scale, rank, use, row, tile_group,
+                split, warp, lane, shared, barriers,
             )  # fmt: skip
         else:
             self.empty_row(table, latent, lse, rank, use, row, tile_group, split, warp, lane, shared)
-        if cutlass.const_expr(not config.trigger_early):
-            cute.arch.griddepcontrol_launch_dependents()
-        # All CTAs of the cluster have the query words: re-arm.
         cute.arch.cluster_wait()
-        aborted = ptx.load_shared(shared + config.shared.abort_flag, 1, Int32)[0]
-        if aborted == 0:
-            self.rearm_query(query_address, split, thread)
-        if cutlass.const_expr(config.bulk):
-            # The peers' copies out of this CTA's staged partials have arrived.
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
+        if cutlass.const_expr(config.query_warps == 0):
+            self.release_query(self.query_address(region, use, row, tile_group), split, thread, shared)
+
+    @cute.jit
+    def serve_query(
+        self,
+        region: Int64,
+        rank: Int32,
+        use: Int32,
+        deadline: Int64,
+        row: Int32,
+        tile_group: Int32,
+        split: Int32,
+        thread: Int32,
+        shared: Int32,
+    ) -> None:
+        """The query warps of a one-tile CTA, from the first load to the fence; also for rows of count 0."""
+        address = self.query_address(region, use, row, tile_group)
+        self.receive_query(address, region, rank, use, deadline, row, tile_group, thread, shared)
+        cute.arch.barrier_arrive(barrier_id=QUERY_STAGED, number_of_threads=self.config.threads)
+        self.advance_query_use(region, split, tile_group, row, thread)
+        # First arrival of the peers (their barriers), then: this CTA has its words, do the others?
+        cute.arch.cluster_wait()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.barrier(barrier_id=QUERY_WARPS_DONE, number_of_threads=self.config.query_threads)
+        cute.arch.cluster_wait()
+        self.release_query(address, split, thread, shared)
 
     @cute.jit
     def attend(
@@ -194,7 +266,7 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
         next_index[0] = Int32(0)
         query = None
         if cutlass.const_expr(self.query_in_registers):
-            query = self.query_fragments(0, warp, lane, shared)
+            query = self.query_operands(warp, lane, shared)
         chunks = (keys + (CHUNK - 1)) // CHUNK
         if chunks > 1:
             next_index[0] = self.load_index(rows, row, split, Int32(1), warp, lane)
@@ -211,32 +283,35 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
             self.scores(query, base, warp, lane, shared)
             value_words = self.load_values(base, left, warp, lane)
             # Partial scores are complete, and the key buffer has been read.
-            cute.arch.sync_threads()
+            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
             if cutlass.const_expr(config.buffers == 1):  # noqa: SIM102
                 if left > CHUNK:
                     self.gather(kv, next_index[0], chunk + 1, left - CHUNK, warp, lane, shared, barriers)
                     next_index[0] = self.load_index(rows, row, split, chunk + 2, warp, lane)
             self.softmax(running_max, running_sum, left, scale_log2, warp, lane, shared)
-            values = self.transpose_values(value_words)
+            # While other warps are still in the softmax.
+            values = [self.transpose_values(value_words, step) for step in range(2)]
             # P and the rescale factors are complete, and the scores have been read.
-            cute.arch.sync_threads()
+            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
             if chunk > 0:
                 self.rescale_accumulators(accumulators, lane, shared)
-            self.values(accumulators, values, 0, lane, shared)
-            if left > 32:
-                self.values(accumulators, values, 1, lane, shared)
+            self.values(accumulators, values[0], 0, lane, shared)
+            if left > VALUE_STEP:
+                self.values(accumulators, values[1], 1, lane, shared)
 
         owner_bases = self.owner_bases(table, tile_group, warp)
         if cutlass.const_expr(config.bulk):
             self.stage(accumulators, split, warp, lane, shared)
             self.send_statistics(running_max, running_sum, split, warp, lane, shared)
-            cute.arch.sync_threads()
+            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
             self.send_staged(split, warp, lane, shared)
         else:
             self.exchange(accumulators, split, warp, lane, shared)
             self.send_statistics(running_max, running_sum, split, warp, lane, shared)
             # This CTA's own partials are complete.
-            cute.arch.sync_threads()
+            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
+        if cutlass.const_expr(config.trigger == "merge"):
+            cute.arch.griddepcontrol_launch_dependents()
         cute.arch.mbarrier_wait(barriers, 0)
         for tile in cutlass.range_constexpr(config.tiles):
             owner_base = owner_bases[tile] if config.push else Int64(0)

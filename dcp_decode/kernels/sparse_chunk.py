@@ -75,31 +75,24 @@ def transpose4(words: list[Any]) -> list[Any]:
     ]
 
 
-def load_query_fragments(address: Any) -> list[list[Any]]:
-    """E4M3 words (head g, head g + 8) of the 9 steps at a lane's ldmatrix address."""
-    fragments: list[list[Any]] = []
-    for step in range(0, DEPTH_STEPS, 2):
-        words = ptx.load_matrices(address + step * STEP_BYTES, 4 if step + 1 < DEPTH_STEPS else 2)
-        fragments.extend(words[pair : pair + 2] for pair in range(0, len(words), 2))
-    return fragments
+def query_operand(upper: Any, lower: Any) -> list[Any]:
+    """f16 mma left operand (4 words) of the E4M3 words of heads g and g + 8."""
+    upper_low, upper_high = ptx.e4m3_to_f16(upper)
+    lower_low, lower_high = ptx.e4m3_to_f16(lower)
+    return [upper_low, lower_low, upper_high, lower_high]
 
 
-def unpack_query(fragments: list[list[Any]]) -> list[list[Any]]:
-    """f16 mma left operands (4 words) of E4M3 query fragments."""
-    unpacked = []
-    for upper, lower in fragments:
-        upper_low, upper_high = ptx.e4m3_to_f16(upper)
-        lower_low, lower_high = ptx.e4m3_to_f16(lower)
-        unpacked.append([upper_low, lower_low, upper_high, lower_high])
-    return unpacked
+def load_query_operands(address: Any, step: int) -> list[list[Any]]:
+    """Operands of steps `step` and, before the last, `step` + 1 at a lane's ldmatrix address."""
+    words = ptx.load_matrices(address + step * STEP_BYTES, 4 if step + 1 < DEPTH_STEPS else 2)
+    return [query_operand(words[pair], words[pair + 1]) for pair in range(0, len(words), 2)]
 
 
-def load_key_fragments(address: Any) -> list[list[list[Any]]]:
-    """f16 mma right operands [9 steps][2 key octets] of the warp's 16 keys."""
-    words = []
-    for step in range(0, DEPTH_STEPS, 2):
-        words += ptx.load_matrices(address + step * STEP_BYTES, 4 if step + 1 < DEPTH_STEPS else 2)
-    return [[ptx.e4m3_to_f16(words[2 * step + octet]) for octet in range(2)] for step in range(DEPTH_STEPS)]
+def load_key_operands(address: Any, step: int) -> list[list[list[Any]]]:
+    """f16 mma right operands [steps][2 key octets] of steps `step` and, before the last, `step` + 1."""
+    words = ptx.load_matrices(address + step * STEP_BYTES, 4 if step + 1 < DEPTH_STEPS else 2)
+    unpacked = [ptx.e4m3_to_f16(word) for word in words]
+    return [unpacked[pair : pair + 2] for pair in range(0, len(words), 2)]
 
 
 def transposed_values(words: list[Any]) -> list[list[list[Any]]]:
@@ -164,33 +157,46 @@ class SparseChunk:
 
     @cute.jit
     def scores(self, query: Any, base: Int32, warp: Int32, lane: Int32, shared: Int32) -> None:
-        """Partial scores of this warp's keys and depth into shared memory; `query`: unpacked fragments or None."""
+        """Partial scores of this warp's keys and depth into shared memory; `query`: operands of one tile or None."""
         head_rows = self.config.head_rows
         depth = warp % DEPTHS
         group = warp // DEPTHS
         octet_row = (lane // 8) % 2 * 8 + lane % 8
         column = (depth * DEPTH_STEPS + lane // 16) * STEP_BYTES
-        keys = load_key_fragments(base + (group * 16 + octet_row) * ROW_PITCH + column)
+        key_place = base + (group * 16 + octet_row) * ROW_PITCH + column
+        sums = [[[Float32(0.0)] * 4, [Float32(0.0)] * 4] for _ in range(self.config.tiles)]
+        # Steps outside, tiles inside: each pair of key operands serves all tiles and then dies.
+        for first in cutlass.range_constexpr(0, DEPTH_STEPS, 2):
+            keys = load_key_operands(key_place, first)
+            for tile in cutlass.range_constexpr(self.config.tiles):
+                if cutlass.const_expr(self.query_in_registers):
+                    operands = query[first : first + 2]
+                else:
+                    operands = load_query_operands(self.query_place(tile, warp, lane, shared), first)
+                for offset in cutlass.range_constexpr(len(operands)):
+                    for octet in cutlass.range_constexpr(2):
+                        sums[tile][octet] = ptx.mma_f16(operands[offset], keys[offset][octet], sums[tile][octet])
         for tile in cutlass.range_constexpr(self.config.tiles):
-            if cutlass.const_expr(self.query_in_registers):
-                fragments = query
-            else:
-                fragments = self.query_fragments(tile, warp, lane, shared)
-            sums = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
-            for step in cutlass.range_constexpr(DEPTH_STEPS):
-                for octet in cutlass.range_constexpr(2):
-                    sums[octet] = ptx.mma_f16(fragments[step], keys[step][octet], sums[octet])
+            upper = [sums[tile][octet][element] for element in (0, 1) for octet in range(2)]
+            lower = [sums[tile][octet][element] for element in (2, 3) for octet in range(2)]
             # (head g, keys 2 q and 2 q + 8, then 2 q + 1 and 2 q + 9): what one softmax lane reads is adjacent.
             line = depth * head_rows + tile * HEADS + lane // 4
             place = shared + self.config.shared.scores + line * SCORE_PITCH + (group * 16 + lane % 4 * 4) * 4
-            ptx.store_shared(place, [sums[0][0], sums[1][0], sums[0][1], sums[1][1]])
-            ptx.store_shared(place + 8 * SCORE_PITCH, [sums[0][2], sums[1][2], sums[0][3], sums[1][3]])
+            ptx.store_shared(place, upper)
+            ptx.store_shared(place + 8 * SCORE_PITCH, lower)
 
-    def query_fragments(self, tile: int, warp: Any, lane: Any, shared: Any) -> list[list[Any]]:
-        """Unpacked query operands of one tile for this warp's depth."""
+    def query_place(self, tile: int, warp: Any, lane: Any, shared: Any) -> Any:
+        """A lane's ldmatrix address of one tile's query for this warp's depth."""
         row = tile * HEADS + (lane // 8) % 2 * 8 + lane % 8
         column = (warp % DEPTHS * DEPTH_STEPS + lane // 16) * STEP_BYTES
-        return unpack_query(load_query_fragments(shared + self.config.shared.query + row * ROW_PITCH + column))
+        return shared + self.config.shared.query + row * ROW_PITCH + column
+
+    def query_operands(self, warp: Any, lane: Any, shared: Any) -> list[list[Any]]:
+        """All operands of a CTA of one tile for this warp's depth."""
+        operands = []
+        for step in range(0, DEPTH_STEPS, 2):
+            operands += load_query_operands(self.query_place(0, warp, lane, shared), step)
+        return operands
 
     @cute.jit
     def softmax(
@@ -251,12 +257,9 @@ class SparseChunk:
                     words[8 + half * 4 + element] = later[element]
         return words
 
-    def transpose_values(self, words: Any) -> list[Any]:
-        """f16 operands [2 steps][2 column halves][2 parities][2 mma] of `load_values`' words."""
-        return [
-            [transposed_values([words[step * 8 + half * 4 + element] for element in range(4)]) for half in range(2)]
-            for step in range(2)
-        ]
+    def transpose_values(self, words: Any, step: int) -> list[Any]:
+        """f16 operands [2 column halves][2 parities][2 mma] of one 32-key step of `load_values`' words."""
+        return [transposed_values([words[step * 8 + half * 4 + element] for element in range(4)]) for half in range(2)]
 
     @cute.jit
     def rescale_accumulators(self, accumulators: cute.Tensor, lane: Int32, shared: Int32) -> None:
@@ -296,6 +299,6 @@ class SparseChunk:
                     for parity in cutlass.range_constexpr(2):
                         first = tile * 16 + half * 8 + parity * 4
                         before = [accumulators[first + element] for element in range(4)]
-                        after = ptx.mma_f16(left, values[step][half][parity][half_step], before)
+                        after = ptx.mma_f16(left, values[half][parity][half_step], before)
                         for element in cutlass.range_constexpr(4):
                             accumulators[first + element] = after[element]

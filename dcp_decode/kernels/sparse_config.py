@@ -33,8 +33,9 @@ from dcp_decode.mailbox import MailboxLayout
 FAMILY = "seed"
 SPLIT = 4  # CTAs of a cluster: key j of a row goes to CTA j % SPLIT
 CHUNK = 64  # keys of a CTA between two updates of the running maximum
-WARPS = 16
-THREADS = 32 * WARPS
+WARPS = 16  # warps that gather, compute and merge
+QUERY_WARPS = 4  # of a one-tile CTA: a warp group that waits for the query words, fences and re-arms beside the others
+START_REGISTERS = 96  # of each of 640 threads: 65,536 a GPU core, in steps of 8 a thread on 4 schedulers
 DEPTHS = 4  # parts of the 576 bytes whose partial scores different warps hold
 COLUMNS = numerics.LATENT_DIM // SPLIT  # latent columns that one CTA of the cluster merges
 
@@ -45,6 +46,7 @@ INBOX_PITCH = COLUMNS * 4 + 64
 
 MAX_SHARED_BYTES = 227 * 1024  # of one CTA on sm_90a, sm_100a and sm_103a
 MAX_TILES = 3
+TRIGGERS = ("start", "merge", "end")
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 
 
@@ -57,6 +59,7 @@ class RefusalReason(enum.Enum):
     BATCH = "batch rows must be between 1 and the mailbox capacity"
     WIDTH = f"the top-k width must be between 1 and {MAX_TOPK}"
     BUFFERS = "key buffers must be 1 or 2"
+    TRIGGER = "the trigger must be start, merge or end"
     ARCHITECTURE = f"the architecture must be one of {', '.join(ARCHITECTURES)}"
 
 
@@ -87,8 +90,9 @@ class SparseConfig:
     push: rows go to their owners' value mailboxes (else latent and natural-log LSE stay on this rank).
     tiles: 16-head tiles of a CTA over the same keys. bulk: partials move as one bulk copy a peer CTA.
     buffers: key buffers; 2 gathers a chunk while the one before is computed.
-    trigger_early: launch_dependents at the start instead of after the outputs; pdl: programmatic dependent launch.
-    None of tiles, bulk, buffers, trigger_early and pdl changes a bit of the result.
+    trigger: when the next kernel may be launched: at the "start", before the "merge" or at the "end" (it still waits
+    for this one's completion before it reads anything). pdl: programmatic dependent launch.
+    None of tiles, bulk, buffers, trigger and pdl changes a bit of the result.
     """
 
     geometry: Geometry
@@ -97,7 +101,7 @@ class SparseConfig:
     tiles: int = 1
     bulk: bool = False
     buffers: int = 2
-    trigger_early: bool = False
+    trigger: str = "merge"
     pdl: bool = True
     architecture: str = "sm_90a"
 
@@ -119,10 +123,32 @@ class SparseConfig:
         return SharedLayout(self.tiles, self.buffers)
 
     @property
+    def query_warps(self) -> int:
+        """Warps beside the 16 that serve the query only; a wide CTA needs their registers and has none."""
+        return QUERY_WARPS if self.tiles == 1 else 0
+
+    @property
+    def threads(self) -> int:
+        return 32 * (WARPS + self.query_warps)
+
+    @property
+    def query_threads(self) -> int:
+        """Threads that poll: the query warps, or all of a wide CTA."""
+        return 32 * (self.query_warps or WARPS)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a query thread and of a compute thread of a one-tile CTA after reallocation.
+
+        Together at most what its 640 threads start with, 96 each: a CTA that asks for more waits for ever.
+        """
+        return (64, 104)
+
+    @property
     def name(self) -> str:
         """Of the variant, for tables and file names."""
         parts = [f"b{self.batch}", f"h{self.geometry.heads}", "push" if self.push else "local", f"t{self.tiles}"]
-        parts += ["bulk"] * self.bulk + ["single"] * (self.buffers == 1) + ["early"] * self.trigger_early
+        parts += ["bulk"] * self.bulk + ["single"] * (self.buffers == 1) + [self.trigger] * (self.trigger != "merge")
         return "sparse_" + "_".join(parts)
 
 
@@ -207,6 +233,8 @@ def can_implement(config: SparseConfig) -> SparseRefusal | None:
         return SparseRefusal(RefusalReason.ARCHITECTURE, config.architecture)
     if config.buffers not in (1, 2):
         return SparseRefusal(RefusalReason.BUFFERS, f"key buffers {config.buffers}")
+    if config.trigger not in TRIGGERS:
+        return SparseRefusal(RefusalReason.TRIGGER, config.trigger)
     if config.tiles < 1:
         return SparseRefusal(RefusalReason.TILES, f"tiles {config.tiles}")
     if g.heads % config.head_rows:
@@ -248,7 +276,7 @@ def sparse_config(
     tiles: int | None = None,
     bulk: bool | None = None,
     buffers: int | None = None,
-    trigger_early: bool = False,
+    trigger: str = "merge",
     pdl: bool = True,
     architecture: str = "sm_90a",
 ) -> SparseConfig:
@@ -264,7 +292,7 @@ def sparse_config(
         chosen_tiles,
         default_bulk if bulk is None else bulk,
         chosen_buffers,
-        trigger_early,
+        trigger,
         pdl,
         architecture,
     )
