@@ -12,7 +12,8 @@ between a word's arrival and its detection. A first check comes with the first p
 return at once.
 
 Preconditions:
-* every thread that calls `wait_words` executes `fence.acq_rel.sys` after its last wait and before exit;
+* a polling thread of stage 2 executes `fence.acq_rel.sys` after its last wait and before exit; one of stage 3 need not
+  (docs/protocol.md, section 5);
 * the words are used from the registers that were checked;
 * a stage that pushes also reads `read_abort` among its first loads and pushes nothing when it is set: words that an
   aborted use did not re-arm look arrived when their generation comes round again, so the fast path proves nothing then.
@@ -20,6 +21,7 @@ Preconditions:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -41,8 +43,11 @@ def read_use(region: Int64, stage: cutlass.Constexpr) -> Int32:
 
 @cute.jit
 def read_abort(region: Int64) -> Int32:
-    """Non-zero once a wait of this rank has expired: the stage may push nothing more."""
-    return Int32(ptx.load_word_system(region + ABORT_OFFSET))
+    """Non-zero once a wait of an earlier kernel of this stream has expired: the stage may push nothing more.
+
+    An ordinary load: a system-scope one before the fence cost the query push 0.5 us.
+    """
+    return ptx.load_global_int32(region + ABORT_OFFSET)
 
 
 @cute.jit
@@ -84,7 +89,7 @@ def wait_words(
                 waiting = Int32(0)
             elif polls % POLLS_A_CHECK == 0:
                 elapsed = ptx.global_nanoseconds() - begin
-                if read_abort(region) != 0:
+                if ptx.load_word_system(region + ABORT_OFFSET) != Uint32(0):
                     waiting = Int32(0)
                     aborted = Int32(1)
                 elif elapsed > deadline:
@@ -96,13 +101,21 @@ def wait_words(
     return aborted
 
 
+@dataclass(frozen=True)
+class Place:
+    """Four words that one thread waits for: the source rank, bytes from the thread's address, words from its first."""
+
+    source: int
+    offset: int
+    word: int = 0
+
+
 @cute.jit
-def wait_sources(
+def wait_places(
     words: cute.Tensor,
     wanted: cute.Tensor,
-    first_address: Int64,
-    source_stride: cutlass.Constexpr,
-    sources: cutlass.Constexpr,
+    places: cutlass.Constexpr,
+    address: Int64,
     region: Int64,
     rank: Int32,
     use: Int32,
@@ -112,55 +125,53 @@ def wait_sources(
     head: Int32,
     first_word: Int32,
 ) -> Int32:
-    """Wait for four words of each wanted source; 1 when aborted or expired, else 0.
+    """Wait for the four words of every place whose source is wanted; 1 when aborted or expired, else 0.
 
-    words: Uint32 [4 sources] registers, in: the first loads, out: what arrived. wanted: Int32 [sources], 0 for a source
-    whose words are never waited for. Source s lies at first_address + s * source_stride. One loop for all sources: the
-    missing ones are polled together, and the slow path exists once in the code.
+    words: Uint32 [4 places] registers, in: the first loads, out: what arrived. wanted: Int32 [D], 0 for a source whose
+    words are never waited for. places: tuple of `Place`. One loop for all: the missing ones are polled together, and
+    the slow path exists once in the code.
     """
     aborted = Int32(0)
-    if _missing(words, wanted, sources) != 0:
+    if _missing(words, wanted, places) != 0:
         begin = ptx.global_nanoseconds()
         polls = Int32(0)
         waiting = Int32(1)
         while waiting != 0:
-            for source in cutlass.range_constexpr(sources):
-                if (wanted[source] != 0) & _any_armed(words, 4 * source, 4):
-                    fresh = ptx.load_words_system(first_address + source * source_stride)
+            for index in cutlass.range_constexpr(len(places)):
+                if (wanted[places[index].source] != 0) & _any_armed(words, 4 * index, 4):
+                    fresh = ptx.load_words_system(address + places[index].offset)
                     for element in cutlass.range_constexpr(4):
-                        words[4 * source + element] = fresh[element]
-            if _missing(words, wanted, sources) == 0:
+                        words[4 * index + element] = fresh[element]
+            if _missing(words, wanted, places) == 0:
                 waiting = Int32(0)
             elif polls % POLLS_A_CHECK == 0:
                 elapsed = ptx.global_nanoseconds() - begin
-                if read_abort(region) != 0:
+                if ptx.load_word_system(region + ABORT_OFFSET) != Uint32(0):
                     waiting = Int32(0)
                     aborted = Int32(1)
                 elif elapsed > deadline:
                     waiting = Int32(0)
                     aborted = Int32(1)
-                    # The last assignment wins: the first source that is missing, and its first armed word.
-                    missing_source = Int32(0)
-                    missing_word = Int32(0)
-                    for turn in cutlass.range_constexpr(sources):
-                        source = sources - 1 - turn
-                        if (wanted[source] != 0) & _any_armed(words, 4 * source, 4):
-                            missing_source = Int32(source)
-                            missing_word = _first_armed(words, 4 * source, 4)
-                    record_expiry(
-                        region, rank, use, stage, missing_source, row, head, first_word + missing_word, elapsed
-                    )
+                    # From the last place to the first: the record names the first that is missing.
+                    source = Int32(0)
+                    word = first_word
+                    for turn in cutlass.range_constexpr(len(places)):
+                        index = len(places) - 1 - turn
+                        if (wanted[places[index].source] != 0) & _any_armed(words, 4 * index, 4):
+                            source = Int32(places[index].source)
+                            word = first_word + places[index].word + _first_armed(words, 4 * index, 4)
+                    record_expiry(region, rank, use, stage, source, row, head, word, elapsed)
             polls += 1
     return aborted
 
 
 @cute.jit
-def _missing(words: cute.Tensor, wanted: cute.Tensor, sources: cutlass.Constexpr) -> Int32:
-    """Non-zero while a wanted source has an armed word."""
+def _missing(words: cute.Tensor, wanted: cute.Tensor, places: cutlass.Constexpr) -> Int32:
+    """Non-zero while a place of a wanted source has an armed word."""
     missing = Int32(0)
-    for source in cutlass.range_constexpr(sources):
-        if _any_armed(words, 4 * source, 4):
-            missing = missing | wanted[source]
+    for index in cutlass.range_constexpr(len(places)):
+        if _any_armed(words, 4 * index, 4):
+            missing = missing | wanted[places[index].source]
     return missing
 
 

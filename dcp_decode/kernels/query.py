@@ -24,8 +24,8 @@ from dcp_decode.geometry import Geometry
 from dcp_decode.kernels import arrival, ptx
 from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
 
-THREADS = 128
-PEERS_A_THREAD = 2
+THREADS = 32
+PEERS_A_THREAD = 8
 PIECE_BYTES = 16
 ROW_PIECES = numerics.ROW_BYTES // PIECE_BYTES
 

@@ -124,12 +124,11 @@ class DcpValue:
                 if cutlass.const_expr(config.eager):  # noqa: SIM102 (a static and a dynamic condition)
                     if generation == 1:
                         words[4 * source + element] = early[4 * (sources + source) + element]
-        aborted = aborted | arrival.wait_sources(
+        aborted = aborted | arrival.wait_places(
             words,
             wanted,
+            self.places,
             self.payload_address(region, generation, 0, row, head, thread),
-            self.source_bytes,
-            sources,
             region,
             rank,
             use,
@@ -139,16 +138,14 @@ class DcpValue:
             head,
             thread * 4,
         )
-        # Orders the words read above, and through the fences that their writers executed before pushing all those
-        # writers did before (their re-arms), before whatever later stages of this rank push. The re-arms below are
-        # ordered by the fence of the next query push, which no peer's next write to these places precedes.
-        cute.arch.fence_acq_rel_sys()
+        # No fence here: values carry nothing that this rank's next pushes could depend on, and its next query push
+        # fences its re-arms (docs/protocol.md, section 5, `no_fence_after_polls_in_stage_3`: safe).
         # Every thread of this CTA has the LSE words, and knows whether a wait of another has expired.
         aborted_threads = ptx.barrier_any(aborted)
         if aborted_threads == 0:
             self.merge(lse, words, wanted, region, generation, row, head, thread, merged)
         if (head == 0) & (row == 0) & (thread == 0):
-            # Last, or the fence would wait for it. The stage before has completed (dependency wait): its use is over.
+            # The stage before has completed (dependency wait): its use is over.
             arrival.advance_use(region, int(Stage.SPARSE if config.push else Stage.PUSH))
 
     @cute.jit
@@ -196,6 +193,11 @@ class DcpValue:
         ]
         line = Int64(row) * g.owner_heads + Int64(head)
         ptx.store_global(merged + line * (2 * numerics.LATENT_DIM) + Int64(thread) * 16, pairs)
+
+    @property
+    def places(self) -> tuple[arrival.Place, ...]:
+        """What a thread waits for: its 16 bytes of every source's payload row."""
+        return tuple(arrival.Place(source, source * self.source_bytes) for source in range(self.config.geometry.dcp))
 
     @property
     def source_bytes(self) -> int:
