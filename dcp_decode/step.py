@@ -10,8 +10,9 @@ then waits for a word that its own process has yet to push.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -22,6 +23,9 @@ from dcp_decode.mailbox import Stage
 from dcp_decode.service import RequestState, VerifyRow
 from dcp_decode.workload import Workload
 
+if TYPE_CHECKING:
+    from dcp_decode.kernels.stages import GpuStages
+
 # Methods of LayerRun in stream order. `prepare` makes this layer's own queries: model work, not part of the exchange.
 STAGES = {
     "push": ("append", "select_push", "select", "prepare", "query_push", "sparse_decode_push", "merge"),
@@ -29,7 +33,9 @@ STAGES = {
 }
 
 # Called with a rank's layer and the stage's name before each stage of each rank: fault injection hooks in here.
-BeforeStage = Callable[["LayerRun", str], None]
+BeforeStage = Callable[["LayerRun[Any]", str], None]
+# Called with the stage's name once all local ranks have launched it.
+AfterStage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,11 @@ class Batch:
     rows: tuple[VerifyRow, ...]
     requests: dict[int, RequestState]
 
+    @property
+    def size(self) -> int:
+        """B: rows that the stages run, all of them real."""
+        return len(self.rows)
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -47,6 +58,34 @@ class Selection:
     positions: torch.Tensor
     rows: torch.Tensor
     valid: torch.Tensor
+
+
+AnyBatch = TypeVar("AnyBatch", bound="SizedBatch")
+GivenBatch = TypeVar("GivenBatch", bound="SizedBatch", contravariant=True)
+
+
+class SizedBatch(Protocol):
+    """What every kind of batch has: B, the rows that the stages run."""
+
+    @property
+    def size(self) -> int: ...
+
+
+class StepRank(Protocol[GivenBatch]):
+    """What a layer's stages need of a rank, for one kind of batch: see `RankState`, and `DeviceRank`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def cache(self) -> cache.FlatCache: ...
+    @property
+    def stages(self) -> CpuStages | GpuStages: ...
+    def append(self, layer: int, batch: GivenBatch) -> None: ...
+    def local_topk(self, layer: int, batch: GivenBatch) -> torch.Tensor: ...
+    def select(self, batch: GivenBatch) -> Selection: ...
+    def queries(self, layer: int, batch: GivenBatch) -> torch.Tensor: ...
 
 
 class RankState:
@@ -125,23 +164,50 @@ def own_heads(rank: int, geometry: Geometry) -> range:
     return range(rank * geometry.owner_heads, (rank + 1) * geometry.owner_heads)
 
 
+@dataclass(frozen=True)
+class LayerResult:
+    """What a rank's layer left, on the host: all that verification and the digest need of it.
+
+    merged: BF16 [B, H, 512]; valid: int32 [B]; positions: int64 [B, K] as in `Selection`. Real rows only.
+    """
+
+    rank: int
+    layer: int
+    batch: Batch
+    merged: torch.Tensor
+    valid: torch.Tensor
+    positions: torch.Tensor
+
+
 @dataclass
-class LayerRun:
+class LayerRun(Generic[AnyBatch]):
     """One rank's way through a layer: what its stages leave for each other, and for verification.
 
     selection: its share of the exact top-k. query: own heads' queries BF16 [B, H, 576]. merged: BF16 [B, H, 512].
     seconds: wall time of each stage, waits for peers included.
     """
 
-    state: RankState
+    state: StepRank[AnyBatch]
     layer: int
-    batch: Batch
+    batch: AnyBatch
     selection: Selection = field(init=False)
     query: torch.Tensor = field(init=False)
     partial: LocalPartial = field(init=False)
     merged: torch.Tensor = field(init=False)
     after_partials: Stage = Stage.SPARSE
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.state.rank
+
+    @property
+    def valid(self) -> torch.Tensor:
+        return self.selection.valid
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.selection.positions
 
     def append(self) -> None:
         self.state.append(self.layer, self.batch)
@@ -169,7 +235,7 @@ class LayerRun:
         self.after_partials = Stage.PUSH
 
     def merge(self) -> None:
-        self.merged = self.state.stages.merge(len(self.batch.rows), after=self.after_partials)
+        self.merged = self.state.stages.merge(self.batch.size, after=self.after_partials)
 
     @property
     def _cache(self) -> torch.Tensor:
@@ -177,8 +243,13 @@ class LayerRun:
 
 
 def verify_layer(
-    ranks: list[RankState], layer: int, batch: Batch, route: str, before_stage: BeforeStage | None = None
-) -> list[LayerRun]:
+    ranks: Sequence[StepRank[AnyBatch]],
+    layer: int,
+    batch: AnyBatch,
+    route: str,
+    before_stage: BeforeStage | None = None,
+    after_stage: AfterStage | None = None,
+) -> list[LayerRun[AnyBatch]]:
     """Run one layer of a verify step on all local ranks, by the stages of `route` ("push" or "local")."""
     runs = [LayerRun(state, layer, batch) for state in ranks]
     for name in STAGES[route]:
@@ -188,4 +259,6 @@ def verify_layer(
             start = time.perf_counter()
             getattr(run, name)()
             run.seconds[name] = time.perf_counter() - start
+        if after_stage is not None:
+            after_stage(name)
     return runs

@@ -67,7 +67,7 @@ def selected_by_rank(candidates: torch.Tensor, rank: int) -> torch.Tensor:
     last_selected = torch.topk(merged, width, sorted=True).values[:, -1:]
     own = candidates[rank]
     selected = (own >= last_selected) & (own != ABSENT)
-    absent_last = torch.where(selected, key_positions(own), LAST_POSITION + 1)
+    absent_last = key_positions(own).masked_fill_(~selected, LAST_POSITION + 1)
     ascending = absent_last.sort(dim=1).values
     return ascending.masked_fill_(ascending > LAST_POSITION, -1)
 
@@ -79,7 +79,7 @@ def compact_rows(positions: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Ten
     absent). Flat rows must fit in int32.
     """
     present = positions >= 0
-    rows = torch.where(present, flat, -1).to(torch.int32)
+    rows = flat.masked_fill(~present, -1).to(torch.int32)
     return rows, present.sum(dim=1, dtype=torch.int32)
 
 

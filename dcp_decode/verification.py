@@ -18,7 +18,7 @@ from dcp_decode.geometry import Geometry
 from dcp_decode.mailbox import Stage
 from dcp_decode.needle import build_needle, check_needle
 from dcp_decode.service import VerifyRow
-from dcp_decode.step import Batch, LayerRun, own_heads
+from dcp_decode.step import Batch, LayerResult, LayerRun, own_heads
 from dcp_decode.workload import Workload
 
 # Rows checked at once: the oracle's FP64 intermediates stay below about 200 MB at 2048 keys a row.
@@ -57,9 +57,9 @@ class Verifier:
         self.family = family
         self.worst = WorstRow()
 
-    def check(self, step: int, run: LayerRun) -> None:
+    def check(self, step: int, run: LayerRun[Batch] | LayerResult) -> None:
         """Check every row of one rank's layer: its share of the selection exactly, its merged rows by their bounds."""
-        rank = run.state.rank
+        rank = run.rank
         for start in range(0, len(run.batch.rows), ROWS_AT_ONCE):
             rows = run.batch.rows[start : start + ROWS_AT_ONCE]
             place = f"step {step}, layer {run.layer}, rank {rank}, rows from {start}"
@@ -99,10 +99,12 @@ class Verifier:
         source[: len(positions)] = owners
         return _Expected(keys, source, positions[owners == rank])
 
-    def _check_selection(self, place: str, row: VerifyRow, expected: _Expected, run: LayerRun) -> None:
+    def _check_selection(
+        self, place: str, row: VerifyRow, expected: _Expected, run: LayerRun[Batch] | LayerResult
+    ) -> None:
         index = run.batch.rows.index(row)
-        selected = run.selection.positions[index]
-        count = int(run.selection.valid[index])
+        selected = run.positions[index]
+        count = int(run.valid[index])
         if not torch.equal(selected[:count], expected.own_positions):
             raise WrongResult(
                 f"{place}: the selection of {count} own positions differs from the exact top-k's "

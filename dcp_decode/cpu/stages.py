@@ -43,6 +43,9 @@ class CpuStages:
         self._payload = [layout.payload.words(region) for region in mailbox.memory.regions]
         self._lse = [layout.lse_log2.words(region) for region in mailbox.memory.regions]
 
+    def prepare(self, batch: int) -> None:
+        """Called before the first use of a batch of B rows; there is nothing to compile on a CPU."""
+
     def select_push(self, candidates: torch.Tensor) -> None:
         """Stage 0, first half: this rank's local top-k (int64 [B, K]) into every rank's mailbox."""
         _, generation = self._use(Stage.TOPK)

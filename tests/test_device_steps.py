@@ -1,0 +1,139 @@
+"""The static-shape step, on the CPU's stages: every selection and merged row must equal the per-row step's bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dcp_decode.cache import FlatCache, PagePool
+from dcp_decode.control.solo import SoloControlPlane
+from dcp_decode.cpu.stages import CpuStages
+from dcp_decode.device_rank import PADDING, DeviceRank, StepShape, step_shape, write_integers
+from dcp_decode.device_steps import DeviceSteps
+from dcp_decode.fabric.loopback import LoopbackFabric
+from dcp_decode.geometry import Geometry
+from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
+from dcp_decode.service import Service, ServiceSettings, VerifyRow
+from dcp_decode.step import Batch, RankState, verify_layer
+from dcp_decode.trace import TraceRequest
+from dcp_decode.waits import MailboxTimeout
+from dcp_decode.workload import Workload
+
+GEOMETRY = Geometry(
+    heads=32, dcp=4, interleave=2, capacity=9, padded_heads=48, topk=96, page_stride_rows=80, k_scale=0.05
+)
+LAYERS = 3
+PAGES = 24
+ROWS_A_REQUEST = 3
+# The second and third reach more than one page on every rank; all are short of, or above, topk keys at some step.
+REQUESTS = [
+    TraceRequest(0, 0, 17, 9),
+    TraceRequest(1, 0, 700, 6),
+    TraceRequest(2, 1, 250, 12),
+    TraceRequest(3, 2, 90, 20),
+]
+
+
+def make_stages(geometry: Geometry, deadline_seconds: float = 5.0) -> list[CpuStages]:
+    layout = MailboxLayout(geometry)
+    group = []
+    for memory in LoopbackFabric(geometry.dcp).allocate(layout.nbytes):
+        mailbox = Mailbox(layout, memory)
+        mailbox.arm()
+        group.append(CpuStages(mailbox, deadline_seconds))
+    return group
+
+
+def make_service(geometry: Geometry) -> Service:
+    settings = ServiceSettings(draft_tokens=ROWS_A_REQUEST - 1, acceptance=0.5, seed=3)
+    return Service(REQUESTS, settings, geometry, PagePool(PAGES))
+
+
+def make_steps(geometry: Geometry, workload: Workload, route: str, deadline_seconds: float = 5.0) -> DeviceSteps:
+    ranks = [
+        DeviceRank(geometry, workload, FlatCache(LAYERS, PAGES + 1, geometry), stages)
+        for stages in make_stages(geometry, deadline_seconds)
+    ]
+    control = SoloControlPlane()
+    return DeviceSteps(ranks, workload, LAYERS, route, ROWS_A_REQUEST, control, False, deadline_seconds)
+
+
+@pytest.mark.parametrize("route", ["push", "local"])
+def test_every_row_equals_the_per_row_step(route):
+    workload = Workload(11, GEOMETRY)
+    steps = make_steps(GEOMETRY, workload, route)
+    plain = [
+        RankState(GEOMETRY, workload, FlatCache(LAYERS, PAGES, GEOMETRY), stages) for stages in make_stages(GEOMETRY)
+    ]
+    service = make_service(GEOMETRY)
+    shapes = set()
+    while (plan := service.next_step()) is not None:
+        for index in plan.prefills:
+            request = service.request(index)
+            steps.prefill(request)
+            for layer in range(LAYERS):
+                for state in plain:
+                    state.prefill(layer, request)
+        batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
+        shapes.add(step_shape(plan.rows, ROWS_A_REQUEST, GEOMETRY))
+        results = iter(steps.run(plan.index, batch, verified=True))
+        for layer in range(LAYERS):
+            for run in verify_layer(plain, layer, batch, route):
+                result = next(results)
+                assert (result.rank, result.layer) == (run.rank, layer)
+                assert torch.equal(result.positions, run.positions)
+                assert torch.equal(result.valid, run.valid)
+                # The CPU's exp2 may differ by the vector lane that a row of another batch size falls into.
+                if len(plan.rows) == step_shape(plan.rows, ROWS_A_REQUEST, GEOMETRY).rows:
+                    assert torch.equal(result.merged.view(torch.int16), run.merged.view(torch.int16))
+                else:
+                    torch.testing.assert_close(result.merged, run.merged, rtol=2.0**-7, atol=2.0**-7)
+        for state, rank in zip(plain, steps.ranks, strict=True):
+            for layer in range(LAYERS):
+                rows = state.cache.rows[layer]
+                assert torch.equal(rank.cache.rows[layer][: len(rows)], rows)
+        service.complete(plan)
+    assert service.counts()["finished"] == len(REQUESTS)
+    assert len({shape.requests for shape in shapes}) > 1
+    assert len({shape.pages for shape in shapes}) > 1
+    assert steps.statistics.eager_steps == service.steps
+    assert len(steps.statistics.notes) == len(shapes)
+
+
+def test_a_step_shape_is_a_bucket_of_the_plan():
+    rows = tuple(VerifyRow(request, 100 + row, 1) for request in range(3) for row in range(2))
+    wide = replace(GEOMETRY, capacity=64)
+    assert step_shape(rows, 2, wide) == StepShape(4, 2, 1)
+    assert step_shape(rows, 2, replace(GEOMETRY, capacity=7)) == StepShape(3, 2, 1)
+    far = (VerifyRow(0, 64 * 4 * 5, 1), VerifyRow(0, 64 * 4 * 5 + 1, 1))
+    assert step_shape(far, 2, wide) == StepShape(1, 2, 8)  # 6 pages on the rank that stores most
+
+
+def test_rows_of_padding_see_nothing_whatever_the_last_step_left():
+    shape = StepShape(2, 2, 4)
+    integers = torch.full((shape.integers,), 7, dtype=torch.int64)
+    rows = (VerifyRow(5, 70, 3), VerifyRow(5, 71, 3))
+    write_integers(shape, rows, {5: torch.tensor([9, 4]).numpy()}, integers.numpy())
+    request, position, salt, turn = integers[:16].view(4, 4)
+    assert position.tolist() == [70, 71, PADDING, PADDING]
+    assert request[:2].tolist() == [5, 5]
+    assert salt[:2].tolist() == [3, 3]
+    assert turn[:2].tolist() == [0, 0]
+    assert integers[16:].view(2, 4)[0, :2].tolist() == [9, 4]
+
+
+def test_an_expired_wait_names_who_waited_for_whom():
+    workload = Workload(11, GEOMETRY)
+    steps = make_steps(GEOMETRY, workload, "push", deadline_seconds=0.05)
+    service = make_service(GEOMETRY)
+    plan = service.next_step()
+    for index in plan.prefills:
+        steps.prefill(service.request(index))
+    batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
+    steps.ranks[2].stages.query_push = lambda query: None
+    with pytest.raises(MailboxTimeout) as failure:
+        steps.run(0, batch, verified=False)
+    assert failure.value.waits[0].source_rank == 2
+    assert failure.value.waits[0].stage == Stage.SPARSE.name
