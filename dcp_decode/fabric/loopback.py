@@ -24,3 +24,6 @@ class LoopbackFabric:
 
     def close(self) -> None:
         """Nothing to give back: the tensors end with their last reference."""
+
+    def abandon(self) -> None:
+        """As `close`."""

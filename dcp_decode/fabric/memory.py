@@ -47,6 +47,10 @@ class Fabric(Protocol):
         """Give all allocations back; collective, after a barrier of the caller's."""
         ...
 
+    def abandon(self) -> None:
+        """Instead of `close` after a failure: nothing that would wait for another rank."""
+        ...
+
 
 def address_table(regions: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """int64 [D] of the regions' base addresses, on the regions' device."""

@@ -56,6 +56,9 @@ class ShmFabric:
     def close(self) -> None:
         """Nothing to give back: the files have no name, and the maps end with their last tensor."""
 
+    def abandon(self) -> None:
+        """As `close`."""
+
     def _reserve(self, nbytes: int) -> _Reservation:
         path = self.folder / f"dcp_decode-{os.getpid()}-{secrets.token_hex(4)}"
         try:
