@@ -28,10 +28,11 @@ import torch
 from dcp_decode import numerics
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.device_rank import DeviceBatch, DeviceRank, StepShape, step_shape, write_integers
-from dcp_decode.errors import RankDied
+from dcp_decode.errors import RankDied, WrongResult
 from dcp_decode.mailbox import Mailbox
 from dcp_decode.service import RequestState
 from dcp_decode.step import Batch, BeforeStage, LayerResult, verify_layer
+from dcp_decode.verification import check_needle_group
 from dcp_decode.waits import MailboxTimeout, read_record
 from dcp_decode.workload import Workload
 
@@ -129,10 +130,25 @@ class DeviceSteps:
                     rank.prefill(layer, request, table)
         self._synchronize()
 
+    def check_needle(self, seed: int) -> None:
+        """`verification.check_needle_group` on the local ranks. Raises WrongResult, MailboxTimeout or RankDied."""
+        rows = min(2, self.geometry.capacity)
+        group = [rank.stages for rank in self.ranks]
+        for stages in group:
+            stages.prepare(rows)
+        self.control.barrier("kernels for the needle test")
+        with self._on_stream():
+            try:
+                check_needle_group(group, self.geometry, self.route, seed, self.device, self.synchronize_ranks)
+            except WrongResult:
+                self._refuse_expired(any(int(mailbox.abort_word) for mailbox in self._mailboxes))
+                raise
+
     def run(self, step: int, batch: Batch, verified: bool) -> list[LayerResult]:
         """One verify step; a result for every (layer, local rank), valid until the next step.
 
-        verified: also read the selected positions back (else none are in the results). Raises MailboxTimeout, or RankDied if a peer's process has ended.
+        verified: also read the selected positions back (else none are in the results). Raises MailboxTimeout, or
+        RankDied if a peer's process has ended.
         """
         started = time.perf_counter()
         buffers = self._buffers(step_shape(batch.rows, self.rows_a_request, self.geometry))
@@ -153,7 +169,7 @@ class DeviceSteps:
             buffers.read()
         self._synchronize()
         buffers.uses += 1
-        self._refuse_expired(buffers)
+        self._refuse_expired(bool(buffers.host_expired.any()))
         return self._results(buffers, batch, verified)
 
     def synchronize_ranks(self, name: str) -> None:
@@ -195,8 +211,8 @@ class DeviceSteps:
         self.statistics.captures += 1
         self.control.barrier(f"graph of {buffers.shape}")
 
-    def _refuse_expired(self, buffers: _ShapeBuffers) -> None:
-        if not bool(buffers.host_expired.any()):
+    def _refuse_expired(self, expired: bool) -> None:
+        if not expired:
             return
         waits = [wait for wait in map(read_record, self._mailboxes) if wait is not None]
         dead = self.control.dead_peers(at_once=True)
