@@ -1,4 +1,40 @@
-"""SparseDcpDecode: sparse MLA decode of one DCP layer over this rank's share of every row's top-k keys."""
+"""SparseDcpDecode: sparse MLA decode of one DCP layer over this rank's share of every row's top-k keys.
+
+A cluster of SPLIT = 4 CTAs serves (16 t heads, row); CTA s takes the row's keys s, s + 4, s + 8 .. in chunks of 64:
+
+    query mailbox --query warps--> shared | flat cache --16 warps x 4 bulk copies a chunk--> shared (2 buffers)
+                                          v
+    scores (depths x key groups) -> softmax (a warp a head) -> P bytes -> values (a warp 32 columns), FP32 registers
+                                          v after the last chunk
+    partials --st.async--> the CTA that merges their columns --BF16, LSE--> owners' value mailboxes | latent, lse
+
+Rooms: `sparse_config` (choices, shared memory, refusals), `sparse_query` (arrival, re-arm, fence), `sparse_chunk`
+(gather, scores, softmax, values), `sparse_merge` (exchange, merge, outputs). Nothing is read from global memory before
+`griddepcontrol.wait`; the generation is the use counter modulo the generations; one thread advances the query's counter.
+
+One accumulation order for the whole family `seed`: every product is f16 x f16 + FP32 (E4M3 unpacked exactly), products
+and sums outside the tensor cores are mul.rn / add.rn / fma.rn, so tiles, bulk, buffers and routes share every bit.
+
+Measured on one H200 (132 SMs, driver 580, CUDA graph with programmatic dependent launch, solo rank, slope between
+graphs of 10 and 40 launches, 96 heads; two machines, within 3 %):
+
+    B x keys            5 x 256 hot  cold  1 x 256  40 x 256  5 x 0  5 x 512  5 x 2048  40 x 2048
+    us                  5.14 - 5.20  5.8   4.9      32.2      3.1    6.8      17.4      104
+
+    5 x 256 without: the use counter -0.18, the fence -0.03, the re-arm 0, the push of the rows instead of local -0.1
+    to -0.3; with: bulk exchange +0.4, no dependent launch +0.55, one key buffer 0, two tiles +2.5.
+
+Tried and dropped:
+* `fence.acq_rel.sys` by 512 polling threads: 5.2 -> 6.6 us wherever it stood; hence the query warps (sparse_query).
+* Loading the query of both generations before the counter is known: hides 0.2 us of latency, costs 0.2 us of L2.
+* Reallocating registers from query to compute warps (setmaxnreg): 96 suffice for one tile; the pool is what the CTA
+  started with (640 x 96), and asking for more waits for ever.
+* Fewer unpacking instructions: with none at all (wrong results) only 0.14 us less; they don't bound the kernel.
+* Launching dependents at the start, before the merge or at the end: equal for a solo kernel; static choice `trigger`.
+* Double-buffered keys gain nothing at one chunk and 1 us of 18 at eight: latency of the two barriers, softmax and MMA
+  chains bounds a chunk (1.8 us), not the gather. A software pipeline over chunks is the open idea there; at one chunk
+  it is the exchange (24 KB in and out of a CTA over DSMEM).
+"""
 
 from __future__ import annotations
 
@@ -15,10 +51,8 @@ from dcp_decode.kernels import arrival, ptx
 from dcp_decode.kernels.sparse_chunk import VALUE_STEP, SparseChunk, store_fp8_pair_shared, transpose4
 from dcp_decode.kernels.sparse_config import (
     CHUNK,
-    QUERY_WARPS,
     ROW_PITCH,
     SPLIT,
-    START_REGISTERS,
     WARPS,
     SparseConfig,
     SparseRefusal,
@@ -59,8 +93,6 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
         if refusal is not None:
             raise SparseRefused(refusal)
         self.config = config
-        query_registers, compute_registers = config.registers
-        assert QUERY_WARPS * query_registers + WARPS * compute_registers <= START_REGISTERS * (QUERY_WARPS + WARPS)
 
     @staticmethod
     def can_implement(config: SparseConfig) -> SparseRefusal | None:
@@ -90,7 +122,7 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
             cluster=[SPLIT, 1, 1],
             smem=self.config.shared.nbytes,
             use_pdl=self.config.pdl,
-            # Register reallocation needs both bounds known at compile time.
+            # Stated both, or ptxas spills a few registers of some variants.
             max_number_threads=[self.config.threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -134,10 +166,8 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
         use = arrival.read_use(region, int(Stage.SPARSE))
         if cutlass.const_expr(config.query_warps > 0):
             if warp >= WARPS:
-                cute.arch.setmaxregister_decrease(config.registers[0])
                 self.serve_query(region, rank, use, deadline, row, tile_group, split, thread - COMPUTE_THREADS, shared)
             else:
-                cute.arch.setmaxregister_increase(config.registers[1])
                 self.compute(
                     region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline, use, row,
                     tile_group, split, thread, shared, barriers,
@@ -192,10 +222,11 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
             address = self.query_address(region, use, row, tile_group)
             self.receive_query(address, region, rank, use, deadline, row, tile_group, thread, shared)
             self.advance_query_use(region, split, tile_group, row, thread)
-        cute.arch.barrier(barrier_id=QUERY_STAGED, number_of_threads=config.threads)
-        # The peers' barriers are initialised: their first arrival. The second says that this CTA has its query words.
+        # The peers' barriers are initialised: their first arrival. The second one completes only when the threads that
+        # poll have arrived too, each after its last poll; waiting here hides the barrier behind the query.
         cute.arch.cluster_wait()
         cute.arch.cluster_arrive_relaxed()
+        cute.arch.barrier(barrier_id=QUERY_STAGED, number_of_threads=config.threads)
         if count > 0:
             self.attend(
                 kv, rows, table, latent, lse, index, keys, scale_log2, out_scale, rank, use, row, tile_group,
@@ -205,7 +236,9 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
             self.empty_row(table, latent, lse, rank, use, row, tile_group, split, warp, lane, shared)
         cute.arch.cluster_wait()
         if cutlass.const_expr(config.query_warps == 0):
-            self.release_query(self.query_address(region, use, row, tile_group), split, thread, shared)
+            # The use number is read again: kept, the address would cost the two registers that three tiles lack.
+            address = self.query_address(region, arrival.read_use(region, int(Stage.SPARSE)), row, tile_group)
+            self.release_query(address, split, thread, shared)
 
     @cute.jit
     def serve_query(

@@ -35,7 +35,6 @@ SPLIT = 4  # CTAs of a cluster: key j of a row goes to CTA j % SPLIT
 CHUNK = 64  # keys of a CTA between two updates of the running maximum
 WARPS = 16  # warps that gather, compute and merge
 QUERY_WARPS = 4  # of a one-tile CTA: a warp group that waits for the query words, fences and re-arms beside the others
-START_REGISTERS = 96  # of each of 640 threads: 65,536 a GPU core, in steps of 8 a thread on 4 schedulers
 DEPTHS = 4  # parts of the 576 bytes whose partial scores different warps hold
 COLUMNS = numerics.LATENT_DIM // SPLIT  # latent columns that one CTA of the cluster merges
 
@@ -124,7 +123,7 @@ class SparseConfig:
 
     @property
     def query_warps(self) -> int:
-        """Warps beside the 16 that serve the query only; a wide CTA needs their registers and has none."""
+        """Warps beside the 16 that serve the query only; 640 threads have 96 registers each, too few for wide CTAs."""
         return QUERY_WARPS if self.tiles == 1 else 0
 
     @property
@@ -135,14 +134,6 @@ class SparseConfig:
     def query_threads(self) -> int:
         """Threads that poll: the query warps, or all of a wide CTA."""
         return 32 * (self.query_warps or WARPS)
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a query thread and of a compute thread of a one-tile CTA after reallocation.
-
-        Together at most what its 640 threads start with, 96 each: a CTA that asks for more waits for ever.
-        """
-        return (64, 104)
 
     @property
     def name(self) -> str:
@@ -254,14 +245,28 @@ def can_implement(config: SparseConfig) -> SparseRefusal | None:
     return None
 
 
+# Relative time of a wave of CTAs by tiles: 5.2 / 8.6 / 10 us at 256 keys, 17.5 / 27 / 35 us at 2048 (H200).
+WAVE_COST = {1: 1.0, 2: 1.65, 3: 1.95}
+# Clusters of 4 CTAs, one CTA a multiprocessor, that run at once on 132 of them: 30 fit, 32 take two waves.
+WAVE_CLUSTERS = 30
+
+
 def sparse_layout(batch: int, heads: int, push: bool) -> tuple[int, bool]:
     """(head tiles of a CTA, bulk exchange) for a bucket of `batch` rows and `heads` query heads.
 
-    A function of host data that all ranks agree on, never of counts on the device. One tile and st.async is the
-    fastest at every measured batch (module docstring of `sparse.py`), on both routes.
+    A function of host data that all ranks agree on, never of counts on the device: the tiles whose waves of clusters
+    cost least. Measured at 96 heads, 256 keys, tiles 1 / 2 / 3, us: B = 5: 5.2 / 7.7 / 9.7; 6: 9.7 / 8.6 / 9.7;
+    8: 10.0 / 8.6 / 10.7; 16: 19.9 / 17.1 / 19.7; 40: 41.5 / 35.1 / 32.2. The bulk exchange was slower everywhere
+    (5.55 against 5.15 us with one tile, 8.6 against 7.6 with two).
     """
-    del batch, heads, push
-    return 1, False
+    del push  # both routes take the same time
+    allowed = [tiles for tiles in WAVE_COST if heads % (HEAD_TILE * tiles) == 0]
+
+    def cost(tiles: int) -> float:
+        clusters = batch * heads // (HEAD_TILE * tiles)
+        return -(-clusters // WAVE_CLUSTERS) * WAVE_COST[tiles]
+
+    return min(allowed, key=cost), False
 
 
 def sparse_for(geometry: Geometry, batch: int, push: bool = True) -> SparseRefusal | None:
