@@ -1,0 +1,150 @@
+"""Everything a GPU can say about the three kernels, in one JSON document: `python tests/gpu/measure_kernels.py OUTPUT`.
+
+Runs `pytest -m gpu` on this folder (cases with their worst error, bound and verdict), then the solo latencies of every
+stage and of the chain, then a small use of both routes under compute-sanitizer. Exit code 0 if all of it is clean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+# (batch, push, cold); 256 keys a row, 96 heads, 8 ranks, a cache of 131,072 rows.
+POINTS = ((5, True, False), (5, True, True), (5, False, False), (1, True, False), (40, True, False))
+SAMPLES = 51
+POINT_SECONDS = 40
+
+
+def run_cases(seconds: int) -> list[dict]:
+    """One entry a test case of the folder; a missing report is one failed case."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "cases.json"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=25"]
+        command += ["-m", "gpu", str(FOLDER)]
+        try:
+            subprocess.run(command, env=os.environ | {"DCP_KERNEL_REPORT": str(report)}, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return [{"test": "pytest", "outcome": "failed", "error": f"no end within {seconds} s", "verdicts": []}]
+        if not report.exists():
+            return [{"test": "pytest", "outcome": "failed", "error": "no report", "verdicts": []}]
+        return json.loads(report.read_text())
+
+
+def measure_points() -> list[dict]:
+    """Solo latency of every stage alone and of the chain."""
+    from solo_rank import SoloRank
+
+    from dcp_decode.geometry import Geometry
+    from dcp_decode.kernels.sparse_config import sparse_config
+
+    points = []
+    for batch, push, cold in POINTS:
+        faulthandler.dump_traceback_later(POINT_SECONDS, exit=True)
+        geometry = Geometry(capacity=batch)
+        solo = SoloRank(geometry, batch, 256, push, cold)
+        kernels = solo.kernels()
+        stages = {name: solo.time([launch], SAMPLES).as_dict() for name, launch in kernels.items()}
+        stages["chain"] = solo.time(list(kernels.values()), SAMPLES).as_dict()
+        point = {
+            "batch": batch,
+            "heads": geometry.heads,
+            "keys": 256,
+            "l2": "cold" if cold else "hot",
+            "mode": "solo",
+            "route": "push" if push else "local",
+            "variant": sparse_config(geometry, batch, push).name,
+            "stages": stages,
+            "peers": [],
+            "floors": {},
+        }
+        points.append(point)
+        times = {name: round(stage["p50_us"], 2) for name, stage in stages.items()}
+        print(batch, "push" if push else "local", point["l2"], times, flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    return points
+
+
+def sanitize(seconds: int) -> dict[str, str]:
+    """Tool -> "clean", the last lines of its complaint, or why it did not run."""
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if tool is None:
+        return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
+    verdicts = {}
+    for name in SANITIZERS:
+        command = [tool, "--tool", name, "--error-exitcode", "9", sys.executable, str(FOLDER / "sanitize_case.py")]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            verdicts[name] = f"not run: no end within {seconds} s"
+            continue
+        clean = done.returncode == 0 and "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
+        if name == "racecheck":
+            clean = done.returncode == 0 and "RACECHECK SUMMARY: 0 hazards" in done.stdout + done.stderr
+        verdicts[name] = "clean" if clean else (done.stdout + done.stderr)[-1500:]
+        print(name, verdicts[name][-300:], flush=True)
+    return verdicts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--commit", help="where the checkout's own history is not at hand")
+    parser.add_argument("--cases-seconds", type=int, default=300)
+    parser.add_argument("--sanitizer-seconds", type=int, default=60)
+    arguments = parser.parse_args()
+    begin = time.time()
+    points = measure_points()
+    from dcp_decode import environment
+    from dcp_decode.kernels.sparse_config import FAMILY
+
+    commit, dirty = environment.commit()
+    document: dict = {
+        "schema": 1,
+        "command": "tests/gpu/measure_kernels.py",
+        "commit": arguments.commit or commit,
+        "dirty": None if arguments.commit else dirty,
+        "family": FAMILY,
+        "fabric": "loopback",
+        "device": environment.describe_device("cuda"),
+        "versions": environment.versions(),
+        "points": points,
+        "verified": None,
+    }
+
+    def write() -> None:
+        document["seconds"] = time.time() - begin
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+
+    write()
+    cases = run_cases(arguments.cases_seconds)
+    verdicts = [verdict for case in cases for verdict in case["verdicts"] if verdict["error_bound"] > 0]
+    worst = max(verdicts, key=lambda verdict: verdict["worst_error"] / verdict["error_bound"], default=None)
+    failed = [case["test"] for case in cases if case["outcome"] == "failed"]
+    document |= {
+        "verified": bool(verdicts) and not failed,
+        "worst_error": worst and worst["worst_error"],
+        "error_bound": worst and worst["error_bound"],
+        "failed": failed,
+        "cases": cases,
+    }
+    write()
+    document["sanitizers"] = sanitize(arguments.sanitizer_seconds)
+    write()
+    print(f"{len(cases)} cases, {len(failed)} failed; worst {worst}", flush=True)
+    print(arguments.output)
+    clean = all(verdict == "clean" for verdict in document["sanitizers"].values())
+    return 0 if document["verified"] and clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
