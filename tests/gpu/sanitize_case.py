@@ -9,10 +9,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-import torch  # noqa: E402
-from stage_group import StageGroup, make_group_inputs  # noqa: E402
+import torch
+from stage_group import StageGroup, make_group_inputs
 
-from dcp_decode.geometry import Geometry  # noqa: E402
+from dcp_decode.geometry import Geometry
 
 faulthandler.dump_traceback_later(50, exit=True)
 for push in (True, False):
