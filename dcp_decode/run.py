@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,13 +20,14 @@ from dcp_decode.cache import FlatCache, PagePool
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.cpu.stages import CpuStages
-from dcp_decode.errors import ConfigError, UnsupportedEnvironment
-from dcp_decode.fabric.loopback import LoopbackFabric
+from dcp_decode.device_rank import DeviceRank
+from dcp_decode.device_steps import DeviceSteps
+from dcp_decode.errors import ConfigError
 from dcp_decode.fabric.memory import Fabric
-from dcp_decode.fabric.shm import ShmFabric
+from dcp_decode.fabric.placement import Placement, open_fabric, place
 from dcp_decode.mailbox import Mailbox, MailboxLayout
 from dcp_decode.service import Service, ServiceSettings, StepPlan
-from dcp_decode.step import Batch, BeforeStage, LayerRun, RankState, verify_layer
+from dcp_decode.step import Batch, BeforeStage, LayerResult, LayerRun, RankState, verify_layer
 from dcp_decode.topk import check_row_range
 from dcp_decode.trace import TraceRequest, read_trace, synthetic_requests
 from dcp_decode.verification import Verifier, WorstRow, check_needle_group
@@ -91,18 +92,22 @@ def run_rank(
     control: ControlPlane,
     on_progress: Callable[[Progress], None] | None = None,
     before_stage: BeforeStage | None = None,
+    may_replay: Callable[[int], bool] = lambda step: True,
 ) -> RunSummary:
     """Everything one process does in a run; collective over the control plane.
 
-    on_progress: called after every step. before_stage: fault injection, see `step.verify_layer`. Raises ConfigError or
-    UnsupportedEnvironment (nothing ran), WrongResult, MailboxTimeout, RankDied or ControlTimeout.
+    on_progress: called after every step. before_stage: fault injection, see `step.verify_layer`. may_replay: whether
+    the step of a number may be a graph replay on a GPU. Raises ConfigError or UnsupportedEnvironment (nothing ran),
+    WrongResult, MailboxTimeout, RankDied or ControlTimeout.
     """
     torch.set_num_threads(1)  # eight ranks share a machine, and one thread gives the same bits everywhere
     agree(control, "config", config.model_dump(mode="json"))
     requests = _requests(config)
     agree(control, "trace", {"requests": [repr(request) for request in requests]})
-    with _open_fabric(config, control) as fabric:
-        return Run(config, control, fabric, requests, before_stage).complete(on_progress)
+    placement = place(config.parallel.fabric, config.parallel.device, control)
+    with _opened(placement, config.parallel.dcp, control) as fabric:
+        run = Run(config, control, fabric, placement, requests, before_stage, may_replay)
+        return run.complete(on_progress)
 
 
 def agree(control: ControlPlane, what: str, values: dict) -> None:
@@ -138,18 +143,14 @@ def _requests(config: RunConfig) -> list[TraceRequest]:
 
 
 @contextlib.contextmanager
-def _open_fabric(config: RunConfig, control: ControlPlane) -> Iterator[Fabric]:
-    """The fabric that the config names, or for `auto` the one that fits the number of processes."""
-    name, device = config.parallel.fabric, config.parallel.device
-    if device == "cuda" or name in ("nvshmem", "symm_mem"):
-        raise UnsupportedEnvironment(f"parallel.device = {device!r}, parallel.fabric = {name!r}: only CPU yet")
-    if name == "auto":
-        name = "loopback" if control.size == 1 else "shm"
-    fabric: Fabric = LoopbackFabric(config.parallel.dcp) if name == "loopback" else ShmFabric(control)
+def _opened(placement: Placement, size: int, control: ControlPlane) -> Iterator[Fabric]:
+    fabric = open_fabric(placement, size, control)
     try:
         yield fabric
-    finally:
-        fabric.close()
+    except BaseException:
+        fabric.abandon()
+        raise
+    fabric.close()
 
 
 class Run:
@@ -160,8 +161,10 @@ class Run:
         config: RunConfig,
         control: ControlPlane,
         fabric: Fabric,
+        placement: Placement,
         requests: list[TraceRequest],
         before_stage: BeforeStage | None,
+        may_replay: Callable[[int], bool],
     ) -> None:
         self.config = config
         self.control = control
@@ -172,9 +175,18 @@ class Run:
         self.workload = Workload(config.workload.seed, self.geometry)
         self.verifier = Verifier(self.geometry, self.workload, FAMILY)
         self.checked_steps = 0
-        self.ranks = self._ranks()
+        self.placement = placement
+        self.may_replay = may_replay
+        self.ranks: list[RankState] = []
+        self.device_steps: DeviceSteps | None = None
+        self._check_pages()
+        if placement.device.type == "cuda":
+            self.device_steps = self._open_device_steps()
+        else:
+            self.ranks = self._cpu_ranks()
+        self.control.barrier("mailboxes armed")
         self.summaries = [
-            RankSummary(state.rank, np.zeros(self.geometry.topk + 1, dtype=np.int64)) for state in self.ranks
+            RankSummary(rank, np.zeros(self.geometry.topk + 1, dtype=np.int64)) for rank in fabric.local_ranks
         ]
         settings = ServiceSettings(
             draft_tokens=config.service.draft_tokens,
@@ -188,8 +200,7 @@ class Run:
     def complete(self, on_progress: Callable[[Progress], None] | None) -> RunSummary:
         """Drain the service (or stop at max_steps), then gather what all ranks measured."""
         if self.config.verify.mode != "off":
-            group = [state.stages for state in self.ranks]
-            check_needle_group(group, self.geometry, self.config.parallel.route, self.config.workload.seed)
+            self._check_needle()
             self.control.barrier("needle test")
         while (plan := self.service.next_step()) is not None:
             self._step(plan)
@@ -197,46 +208,103 @@ class Run:
                 on_progress(self._progress())
         return self._gather()
 
-    def _ranks(self) -> list[RankState]:
+    def _check_pages(self) -> None:
         pages = self.config.cache.pages
-        if not check_row_range(pages, self.geometry):
+        if not check_row_range(pages + 1, self.geometry):  # a GPU's cache has a spare page
             raise ConfigError(
                 "cache.pages",
                 pages,
                 "pages * page_stride_rows flat rows must be numbered in 31 bits; fewer are allowed",
             )
+
+    def _mailboxes(self) -> list[Mailbox]:
         layout = MailboxLayout(self.geometry)
-        states = []
-        for memory in self.fabric.allocate(layout.nbytes):
-            mailbox = Mailbox(layout, memory)
+        mailboxes = [Mailbox(layout, memory) for memory in self.fabric.allocate(layout.nbytes)]
+        for mailbox in mailboxes:
             mailbox.arm()
-            stages = CpuStages(mailbox, self.config.mailbox.deadline_seconds, self.control.dead_peers)
-            states.append(RankState(self.geometry, self.workload, FlatCache(self.layers, pages, self.geometry), stages))
-        self.control.barrier("mailboxes armed")
-        return states
+        return mailboxes
+
+    def _cpu_ranks(self) -> list[RankState]:
+        deadline = self.config.mailbox.deadline_seconds
+        return [
+            RankState(
+                self.geometry,
+                self.workload,
+                FlatCache(self.layers, self.config.cache.pages, self.geometry),
+                CpuStages(mailbox, deadline, self.control.dead_peers),
+            )
+            for mailbox in self._mailboxes()
+        ]
+
+    def _open_device_steps(self) -> DeviceSteps:
+        from dcp_decode.kernels.stages import GpuStages  # imports cutlass
+
+        parallel, deadline = self.config.parallel, self.config.mailbox.deadline_seconds
+        device = self.placement.device
+        ranks = [
+            DeviceRank(
+                self.geometry,
+                self.workload,
+                FlatCache(self.layers, self.config.cache.pages + 1, self.geometry, device),
+                GpuStages(mailbox, deadline, parallel.route == "push"),
+            )
+            for mailbox in self._mailboxes()
+        ]
+        torch.cuda.synchronize(device)  # armed, before the barrier that lets peers push
+        return DeviceSteps(
+            ranks,
+            self.workload,
+            self.layers,
+            parallel.route,
+            self.config.service.draft_tokens + 1,
+            self.control,
+            self.placement.shared,
+            deadline,
+            self.may_replay,
+            self.before_stage,
+        )
+
+    def _check_needle(self) -> None:
+        route, seed = self.config.parallel.route, self.config.workload.seed
+        if self.device_steps is None:
+            check_needle_group([state.stages for state in self.ranks], self.geometry, route, seed)
+        else:
+            self.device_steps.check_needle(seed)
 
     def _step(self, plan: StepPlan) -> None:
         for index in plan.prefills:
-            for layer in range(self.layers):
-                for state in self.ranks:
-                    state.prefill(layer, self.service.request(index))
+            self._prefill(index)
         if plan.prefills:
             self.control.barrier(f"prefill of step {plan.index}")
         batch = Batch(plan.rows, {row.request: self.service.request(row.request) for row in plan.rows})
         checked = self._is_checked(plan.index)
-        layers: list[LayerRun] = []
-        for layer in range(self.layers):
-            runs = verify_layer(self.ranks, layer, batch, self.config.parallel.route, self.before_stage)
-            for summary, run in zip(self.summaries, runs, strict=True):
-                _account(summary, run)
-            if checked:
-                layers += runs
+        layers = self._run_layers(plan.index, batch, checked)
+        for number, run in enumerate(layers):
+            _account(self.summaries[number % len(self.summaries)], run)
         if checked:
             for run in layers:
                 self.verifier.check(plan.index, run)
             self.checked_steps += 1
             self.control.barrier(f"verification of step {plan.index}")
         self.service.complete(plan)
+
+    def _prefill(self, index: int) -> None:
+        request = self.service.request(index)
+        if self.device_steps is not None:
+            self.device_steps.prefill(request)
+            return
+        for layer in range(self.layers):
+            for state in self.ranks:
+                state.prefill(layer, request)
+
+    def _run_layers(self, step: int, batch: Batch, checked: bool) -> Sequence[LayerRun[Batch] | LayerResult]:
+        """All layers of a step, each of all local ranks."""
+        if self.device_steps is not None:
+            return self.device_steps.run(step, batch, checked)
+        runs: list[LayerRun[Batch]] = []
+        for layer in range(self.layers):
+            runs += verify_layer(self.ranks, layer, batch, self.config.parallel.route, self.before_stage)
+        return runs
 
     def _is_checked(self, step: int) -> bool:
         verify = self.config.verify
@@ -273,9 +341,11 @@ class Run:
         )
 
 
-def _account(summary: RankSummary, run: LayerRun) -> None:
+def _account(summary: RankSummary, run: LayerRun[Batch] | LayerResult) -> None:
     summary.digests.append(hashlib.sha256(run.merged.contiguous().view(torch.uint8).numpy().tobytes()).digest())
-    summary.keys += np.bincount(run.selection.valid.numpy(), minlength=len(summary.keys))
+    summary.keys += np.bincount(run.valid.numpy(), minlength=len(summary.keys))
+    if isinstance(run, LayerResult):
+        return  # stages of a graph replay have no times of their own
     decode = run.seconds.get("sparse_decode_push", 0.0) + run.seconds.get("sparse_decode_local", 0.0)
     merge = run.seconds.get("value_push", 0.0) + run.seconds["merge"]
     push = run.seconds["query_push"]

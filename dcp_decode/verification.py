@@ -7,7 +7,9 @@ caches, the page tables, the top-k exchange, the mailboxes and the stages all st
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,8 +20,11 @@ from dcp_decode.geometry import Geometry
 from dcp_decode.mailbox import Stage
 from dcp_decode.needle import build_needle, check_needle
 from dcp_decode.service import VerifyRow
-from dcp_decode.step import Batch, LayerResult, LayerRun, own_heads
+from dcp_decode.step import AfterStage, Batch, LayerResult, LayerRun, own_heads
 from dcp_decode.workload import Workload
+
+if TYPE_CHECKING:
+    from dcp_decode.kernels.stages import GpuStages
 
 # Rows checked at once: the oracle's FP64 intermediates stay below about 200 MB at 2048 keys a row.
 ROWS_AT_ONCE = 5
@@ -120,33 +125,49 @@ class Verifier:
         return numerics.quantize_e4m3(torch.cat(made), self.geometry.q_scale)
 
 
-def check_needle_group(group: list[CpuStages], geometry: Geometry, route: str, seed: int) -> None:
+def check_needle_group(
+    group: Sequence[CpuStages | GpuStages],
+    geometry: Geometry,
+    route: str,
+    seed: int,
+    device: torch.device | str = "cpu",
+    after_stage: AfterStage = lambda name: None,
+) -> None:
     """The needle test through the real mailboxes: one use in which every key must be counted exactly once.
 
     Row 0 deals geometry.topk coded keys to the ranks as their positions would be; row 1 (if the mailbox has room) gives
     them all to the last rank, so that the others push EMPTY_LSE. The query is 0, so every key has the same weight.
-    Raises WrongResult, naming a key that was lost or counted twice. Collective: every rank runs its `group`.
+    after_stage: as in `step.verify_layer`. Raises WrongResult, naming a key that was lost or counted twice.
+    Collective: every rank runs its `group`.
     """
     needle = build_needle(geometry.topk, seed, geometry)
     keys = torch.arange(geometry.topk)
     owners = [cache.owner(keys, geometry), torch.full_like(keys, geometry.dcp - 1)][: geometry.capacity]
-    query = torch.zeros(len(owners), geometry.owner_heads, numerics.ROW_BYTES, dtype=torch.bfloat16)
+    shape = (len(owners), geometry.owner_heads, numerics.ROW_BYTES)
+    query = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    coded = needle.key_bytes.to(device)
 
     def selection(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        own = [keys[owner == rank] for owner in owners]
-        rows = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=-1)
-        return rows.to(torch.int32), torch.tensor([len(one) for one in own], dtype=torch.int32)
+        positions = torch.full((len(owners), geometry.topk), -1, dtype=torch.int64)
+        for row, owner in enumerate(owners):
+            own = keys[owner == rank]
+            positions[row, : len(own)] = own
+        rows, valid = topk.compact_rows(positions, positions)
+        return rows.to(device), valid.to(device)
 
     for stages in group:
         stages.query_push(query)
+    after_stage("query_push")
     if route == "push":
         for stages in group:
-            stages.sparse_decode_push(needle.key_bytes, *selection(stages.rank))
+            stages.sparse_decode_push(coded, *selection(stages.rank))
+        after_stage("sparse_decode_push")
         merged = [stages.merge(len(owners), after=Stage.SPARSE) for stages in group]
     else:
-        partials = [stages.sparse_decode_local(needle.key_bytes, *selection(stages.rank)) for stages in group]
+        partials = [stages.sparse_decode_local(coded, *selection(stages.rank)) for stages in group]
         for stages, partial in zip(group, partials, strict=True):
             stages.value_push(partial)
+        after_stage("value_push")
         merged = [stages.merge(len(owners), after=Stage.PUSH) for stages in group]
     for rows in merged:
-        check_needle(needle, rows)
+        check_needle(needle, rows.cpu())
