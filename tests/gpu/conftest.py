@@ -64,9 +64,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             case["error"] = str(report.longrepr)[-2000:]
         _cases.append(case | {"verdicts": list(_verdicts)})
         _verdicts.clear()
-
-
-def pytest_sessionfinish() -> None:
-    path = os.environ.get("DCP_KERNEL_REPORT")
-    if path and _cases:
-        Path(path).write_text(json.dumps(_cases, indent=1) + "\n")
+        # After every case: a run that is cut short leaves what it has shown.
+        path = os.environ.get("DCP_KERNEL_REPORT")
+        if path:
+            Path(path).write_text(json.dumps(_cases, indent=1) + "\n")
