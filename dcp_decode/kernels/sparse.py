@@ -10,7 +10,8 @@ A cluster of SPLIT = 4 CTAs serves (16 t heads, row); CTA s takes the row's keys
 
 Rooms: `sparse_config` (choices, shared memory, refusals), `sparse_query` (arrival, re-arm, fence), `sparse_chunk`
 (gather, scores, softmax, values), `sparse_merge` (exchange, merge, outputs). Nothing is read from global memory before
-`griddepcontrol.wait`; the generation is the use counter modulo the generations; one thread advances the query's counter.
+`griddepcontrol.wait`; the generation is the use counter modulo the generations; one thread advances the
+query stage's counter.
 
 One accumulation order for the whole family `seed`: every product is f16 x f16 + FP32 (E4M3 unpacked exactly), products
 and sums outside the tensor cores are mul.rn / add.rn / fma.rn, so tiles, bulk, buffers and routes share every bit.
