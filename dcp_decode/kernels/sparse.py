@@ -17,7 +17,7 @@ One accumulation order for the whole family `seed`: every product is f16 x f16 +
 and sums outside the tensor cores are mul.rn / add.rn / fma.rn, so tiles, bulk, buffers and routes share every bit.
 
 Measured on one H200 (132 SMs, driver 580, CUDA graph with programmatic dependent launch, solo rank, slope between
-graphs of 10 and 40 launches, 96 heads; two machines, within 3 %):
+graphs of 10 and 40 launches, 96 heads; three machines, within 3 %). Registers: 96 / 113 / 126 for tiles 1 / 2 / 3:
 
     B x keys            5 x 256 hot  cold  1 x 256  40 x 256  5 x 0  5 x 512  5 x 2048  40 x 2048
     us                  5.14 - 5.20  5.8   4.9      32.2      3.1    6.8      17.4      104
