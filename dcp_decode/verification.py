@@ -67,7 +67,7 @@ class Verifier:
         rank = run.rank
         for start in range(0, len(run.batch.rows), ROWS_AT_ONCE):
             rows = run.batch.rows[start : start + ROWS_AT_ONCE]
-            place = f"step {step}, layer {run.layer}, rank {rank}, rows from {start}"
+            place = f"step {step}, layer {run.layer}, rank {rank}, counting rows from {start}"
             expected = [self._expected(run.layer, row, run.batch, rank) for row in rows]
             for index, (row, one) in enumerate(zip(rows, expected, strict=True), start):
                 self._check_selection(f"step {step}, layer {run.layer}, rank {rank}, row {index}", row, one, run)
