@@ -251,8 +251,8 @@ def shift_row(selection: Selection) -> Selection:
     ("fault", "message"),
     [
         (swap_positions, r"step 0, layer 0, rank 0, row 1: the selection of \d+ own positions differs"),
-        (swap_rows, r"step 0, layer 0, rank 0, rows from 0: row 0 head"),
-        (shift_row, r"step 0, layer 0, rank 0, rows from 0: row 2 head"),
+        (swap_rows, r"step 0, layer 0, rank 0, counting rows from 0: row 0 head"),
+        (shift_row, r"step 0, layer 0, rank 0, counting rows from 0: row 2 head"),
     ],
 )
 def test_wrong_selection_is_found(
