@@ -47,7 +47,6 @@ class StepStatistics:
     eager_steps: int = 0
     captures: int = 0
     host_seconds: list[float] = field(default_factory=list)
-    device_seconds: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
