@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from dcp_decode import numerics
+from dcp_decode import formats
 from dcp_decode.errors import ConfigError
 
 HEAD_TILE = 16  # heads of one tensor-core tile
@@ -67,9 +67,9 @@ class Geometry:
 
     def _refuse_overflow(self) -> None:
         # The largest score, all bytes saturated: its product with scale_log2 must stay finite in FP32.
-        largest = numerics.ROW_BYTES * numerics.E4M3_MAX**2
+        largest = formats.ROW_BYTES * formats.E4M3_MAX**2
         limit = float.fromhex("0x1.fffffep127") / largest
-        exact = self.softmax_scale * self.q_scale * self.k_scale * numerics.LOG2_E
+        exact = self.softmax_scale * self.q_scale * self.k_scale * formats.LOG2_E
         smallest_normal = 2.0**-126
         if not smallest_normal <= exact <= limit:
             raise ConfigError(
@@ -95,7 +95,7 @@ class Geometry:
     @cached_property
     def scale_log2(self) -> float:
         """Factor from a raw byte-value dot product to a base-2 logit, an exact FP32 value."""
-        return numerics.scale_log2(self.softmax_scale, self.q_scale, self.k_scale)
+        return formats.scale_log2(self.softmax_scale, self.q_scale, self.k_scale)
 
     def owner_of_head(self, head: int) -> int:
         """Rank that owns a gathered query head; a 16-head tile may span several owners."""

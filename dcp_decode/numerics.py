@@ -1,49 +1,56 @@
-"""Number formats and sentinels of the harness: each constant once, with the reason for its value.
+"""Conversions of tensors between the number formats of `formats`, whose names are here too.
 
-Bytes on the wire are E4M3 (1 sign, 4 exponent, 3 mantissa bits; largest finite 448; no infinity; NaN 0x7F and 0xFF).
-A mailbox is *armed* with 0xFF bytes, so no writer may ever store a 32-bit word of all ones: every conversion here
-selects the canonical NaN itself instead of trusting the conversion instruction (some CPU builds turn a negative NaN
-into E4M3 0xFF or BF16 0xFFFF, which are armed words).
+Every conversion selects the canonical NaN itself instead of trusting the conversion instruction: some CPU builds turn a
+negative NaN into E4M3 0xFF or BF16 0xFFFF, which are armed words.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-# The armed word: four 0xFF bytes, which no canonical (positive) NaN of any format can form.
-ARMED_BYTE = 0xFF
-ARMED_WORD = -1
+from dcp_decode.formats import (
+    ARMED_BYTE,
+    ARMED_WORD,
+    BF16_NAN,
+    E4M3_MAX,
+    E4M3_NAN,
+    EMPTY_LSE,
+    EMPTY_LSE_BITS,
+    FP32_NAN,
+    LATENT_DIM,
+    LN_2,
+    LOG2_E,
+    LOG2_E4M3_MAX,
+    ROPE_DIM,
+    ROW_BYTES,
+    reciprocal,
+    scale_log2,
+)
 
-# Largest finite E4M3 magnitude: P is scaled to it so that the largest probability of a chunk uses the whole format.
-E4M3_MAX = 448.0
-E4M3_NAN = 0x7F
-BF16_NAN = 0x7FFF
-FP32_NAN = 0x7FC00000
-
-# A source that owns none of a row's keys pushes only this LSE; its payload is never read.
-EMPTY_LSE = -math.inf
-EMPTY_LSE_BITS = -0x00800000  # 0xFF800000 as a signed 32-bit word
-
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
-LOG2_E4M3_MAX = math.log2(E4M3_MAX)
-
-LATENT_DIM = 512
-ROPE_DIM = 64
-ROW_BYTES = LATENT_DIM + ROPE_DIM
-
-
-def scale_log2(softmax_scale: float, q_scale: float, k_scale: float) -> float:
-    """softmax_scale * q_scale * k_scale * log2(e): formed in FP64, rounded once to FP32 (value returned exactly)."""
-    exact = softmax_scale * q_scale * k_scale * LOG2_E
-    return float(torch.tensor(exact, dtype=torch.float64).to(torch.float32))
-
-
-def reciprocal(scale: float) -> float:
-    """1 / scale rounded once to FP32: the factor that every quantizing writer multiplies by."""
-    return float(torch.tensor(1.0 / scale, dtype=torch.float64).to(torch.float32))
+__all__ = [
+    "ARMED_BYTE",
+    "ARMED_WORD",
+    "BF16_NAN",
+    "E4M3_MAX",
+    "E4M3_NAN",
+    "EMPTY_LSE",
+    "EMPTY_LSE_BITS",
+    "FP32_NAN",
+    "LATENT_DIM",
+    "LN_2",
+    "LOG2_E",
+    "LOG2_E4M3_MAX",
+    "ROPE_DIM",
+    "ROW_BYTES",
+    "bf16_rows",
+    "canonical_bf16",
+    "canonical_fp32",
+    "e4m3_bytes",
+    "e4m3_values",
+    "quantize_e4m3",
+    "reciprocal",
+    "scale_log2",
+]
 
 
 def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:

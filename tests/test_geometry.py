@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -120,3 +122,9 @@ def test_scale_log2_is_an_fp32_value() -> None:
 def test_geometry_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Geometry().heads = 64  # type: ignore[misc]
+
+
+def test_a_bad_config_is_refused_without_the_import_of_torch():
+    """Importing torch takes a second and a half, which nobody should wait for to learn of a typing error."""
+    program = "import sys, dcp_decode.cli; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
