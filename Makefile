@@ -45,7 +45,7 @@ test-multigpu: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 with venv found; set PYTHON=..." >&2; exit 2; }
 	test -x $(VENV)/python || $(PYTHON) -m venv .venv
-	$(VENV)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu,mpi,dev]'
+	$(VENV)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu,mpi,report,dev]'
 	touch $@
 
 clean:
