@@ -35,13 +35,14 @@ def compile_all() -> dict[str, dict]:
         os.environ |= {"CUTE_DSL_KEEP": "ptx,cubin", "CUTE_DSL_DUMP_DIR": folder}
         from dcp_decode.geometry import Geometry
         from dcp_decode.kernels import query, sparse, sparse_config, value
+        from dcp_decode.kernels.configs import QueryConfig, ValueConfig
 
         g = Geometry(capacity=5)
         made = {
-            "query_push": (query.compile_query(query.QueryConfig(g, 5)), query.THREADS, 0),
-            "merge_push": (value.compile_value(value.ValueConfig(g, 5)), value.THREADS, 0),
-            "merge_local": (value.compile_value(value.ValueConfig(g, 5, push=False)), value.THREADS, 0),
-            "value_push": (value.compile_value_push(value.ValueConfig(g, 5, push=False)), value.THREADS, 0),
+            "query_push": (query.compile_query(QueryConfig(g, 5)), QueryConfig.threads, 0),
+            "merge_push": (value.compile_value(ValueConfig(g, 5)), ValueConfig.threads, 0),
+            "merge_local": (value.compile_value(ValueConfig(g, 5, push=False)), ValueConfig.threads, 0),
+            "value_push": (value.compile_value_push(ValueConfig(g, 5, push=False)), ValueConfig.threads, 0),
         }
         for push in (True, False):
             for tiles in (1, 2, 3):
@@ -54,7 +55,7 @@ def compile_all() -> dict[str, dict]:
 
 def describe(kernel: object, threads: int, dynamic_shared: int) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.__cubin__)
+        cubin.write(kernel.function.__cubin__)
         cubin.flush()
         command = [str(tool()), "-res-usage", cubin.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -69,7 +70,7 @@ def describe(kernel: object, threads: int, dynamic_shared: int) -> dict:
         "shared_bytes": shared,
         "threads": threads,
         "resident_ctas": resident,
-        "instructions": [name for name in INSTRUCTIONS if name in kernel.__ptx__],
+        "instructions": [name for name in INSTRUCTIONS if name in kernel.function.__ptx__],
     }
 
 

@@ -13,67 +13,34 @@ rows that are no multiple of 16 bytes: they move word by word.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 from cutlass import Int32, Int64, Uint32, cute
-from cutlass.cute.runtime import make_fake_stream
 
 from dcp_decode import numerics
-from dcp_decode.geometry import Geometry
-from dcp_decode.kernels import arrival, ptx
-from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
+from dcp_decode.kernels import arrival, disk_cache, ptx
+from dcp_decode.kernels.configs import ExchangeConfig
+from dcp_decode.mailbox import MailboxLayout, Stage
 
-THREADS = 128
-KEY_WORDS = 2
 ARMED = numerics.ARMED_WORD & 0xFFFFFFFF
 NO_HEAD = -1  # the top-k mailbox has no heads
-
-
-@dataclass(frozen=True)
-class ExchangeConfig:
-    """Static choices: the geometry, the batch rows B (at most its capacity) and programmatic dependent launch."""
-
-    geometry: Geometry
-    batch: int
-    pdl: bool = True
-
-    @property
-    def piece_words(self) -> int:
-        """Words that a thread moves at once."""
-        return 4 if self.geometry.topk % 2 == 0 else 1
-
-    @property
-    def row_pieces(self) -> int:
-        return self.geometry.topk * KEY_WORDS // self.piece_words
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of one rank's list of all rows."""
-        return self.batch * self.row_pieces
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        return ((self.pieces + THREADS - 1) // THREADS, self.geometry.dcp, 1)
 
 
 class TopkPush:
     """This rank's candidates into every rank's mailbox; a grid column a peer."""
 
     def __init__(self, config: ExchangeConfig) -> None:
-        _check_batch(config)
         self.config = config
         self.layout = MailboxLayout(config.geometry)
 
     @cute.jit
     def __call__(self, region: Int64, table: Int64, rank: Int32, candidates: Int64, stream: cuda.CUstream) -> None:
-        """Launch; addresses as integers, see `run_topk_push`."""
+        """Launch; addresses as integers, see `launch.run_topk_push`."""
         self.kernel(region, table, rank, candidates).launch(
-            grid=self.config.grid, block=[THREADS, 1, 1], use_pdl=self.config.pdl, stream=stream
+            grid=self.config.grid, block=[self.config.threads, 1, 1], use_pdl=self.config.pdl, stream=stream
         )
 
     @cute.kernel
@@ -83,7 +50,7 @@ class TopkPush:
         block, peer, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        piece = block * THREADS + thread
+        piece = block * config.threads + thread
         use = arrival.read_use(region, int(Stage.TOPK))
         aborted = arrival.read_abort(region)
         if piece < config.pieces:
@@ -102,15 +69,14 @@ class TopkReceive:
     """All ranks' candidates out of the own mailbox, once they have arrived; a grid column a source."""
 
     def __init__(self, config: ExchangeConfig) -> None:
-        _check_batch(config)
         self.config = config
         self.layout = MailboxLayout(config.geometry)
 
     @cute.jit
     def __call__(self, region: Int64, rank: Int32, received: Int64, deadline: Int64, stream: cuda.CUstream) -> None:
-        """Launch; addresses as integers, see `run_topk_receive`."""
+        """Launch; addresses as integers, see `launch.run_topk_receive`."""
         self.kernel(region, rank, received, deadline).launch(
-            grid=self.config.grid, block=[THREADS, 1, 1], use_pdl=self.config.pdl, stream=stream
+            grid=self.config.grid, block=[self.config.threads, 1, 1], use_pdl=self.config.pdl, stream=stream
         )
 
     @cute.kernel
@@ -121,7 +87,7 @@ class TopkReceive:
         block, source, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        piece = block * THREADS + thread
+        piece = block * config.threads + thread
         use = arrival.read_use(region, int(Stage.TOPK))
         if piece < config.pieces:
             offset = Int64(piece) * (4 * count)
@@ -175,21 +141,16 @@ def _store(address: Any, words: list[Any]) -> None:
         ptx.store_word_system(address, words[0])
 
 
-def _check_batch(config: ExchangeConfig) -> None:
-    if not 1 <= config.batch <= config.geometry.capacity:
-        raise ValueError(f"batch {config.batch} must be in 1 .. mailbox capacity {config.geometry.capacity}")
-
-
 @cache
-def compile_topk_push(config: ExchangeConfig) -> Any:
+def compile_topk_push(config: ExchangeConfig) -> disk_cache.JitKernel:
     """The compiled push of a configuration (cached)."""
-    return cute.compile(TopkPush(config), *push_arguments(), make_fake_stream())
+    return disk_cache.compile_kernel(TopkPush(config), push_arguments())
 
 
 @cache
-def compile_topk_receive(config: ExchangeConfig) -> Any:
+def compile_topk_receive(config: ExchangeConfig) -> disk_cache.JitKernel:
     """The compiled receive of a configuration (cached)."""
-    return cute.compile(TopkReceive(config), *receive_arguments(), make_fake_stream())
+    return disk_cache.compile_kernel(TopkReceive(config), receive_arguments())
 
 
 def push_arguments() -> tuple[Any, ...]:
@@ -200,34 +161,3 @@ def push_arguments() -> tuple[Any, ...]:
 def receive_arguments() -> tuple[Any, ...]:
     """Typed arguments of the compiled receive, without the stream."""
     return (Int64(0), Int32(0), Int64(0), Int64(0))
-
-
-def run_topk_push(kernel: Any, mailbox: Mailbox, candidates: torch.Tensor, stream: int) -> None:
-    """Launch on one rank's mailbox; returns without waiting.
-
-    candidates: int64 [B, K], contiguous, on the GPU: this rank's local top-k. stream: CUDA stream handle.
-    """
-    kernel(
-        Int64(mailbox.memory.local.data_ptr()),
-        Int64(mailbox.memory.addresses.data_ptr()),
-        Int32(mailbox.rank),
-        Int64(candidates.data_ptr()),
-        cuda.CUstream(stream),
-    )
-
-
-def run_topk_receive(
-    kernel: Any, mailbox: Mailbox, received: torch.Tensor, deadline_nanoseconds: int, stream: int
-) -> None:
-    """Launch on one rank's mailbox; returns without waiting.
-
-    received: int64 [D, B, K], contiguous, on the GPU: all ranks' candidates; left as it is where a wait expired.
-    deadline_nanoseconds: of every wait. stream: CUDA stream handle.
-    """
-    kernel(
-        Int64(mailbox.memory.local.data_ptr()),
-        Int32(mailbox.rank),
-        Int64(received.data_ptr()),
-        Int64(deadline_nanoseconds),
-        cuda.CUstream(stream),
-    )

@@ -3,7 +3,7 @@
     query BF16 [B, H, 576] --x 1 / q_scale--> E4M3 --16-byte stores--> D x query[generation, row, rank * H + head]
 
 The heads of a row are contiguous on both sides, so the work is B * H * 36 pieces of 16 bytes (32 of input). A thread
-converts one piece and stores it to `PEERS_A_THREAD` ranks.
+converts one piece and stores it to `peers_a_thread` ranks.
 
 Measured (H200, solo, graph with programmatic dependent launch, B 5, 96 heads, D 8): 1.45 to 1.60 us, of which the fence
 of contract section 5 takes 0.6 (0.89 without it). It is needed: protocol variant `no_fence_in_stage_1` is unsafe.
@@ -13,59 +13,23 @@ dependency wait 1.68; a system-scope load of the abort word before the fence cos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from cutlass.cute.runtime import make_fake_stream
 
 from dcp_decode import numerics
-from dcp_decode.geometry import Geometry
-from dcp_decode.kernels import arrival, ptx
-from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
-
-THREADS = 32
-PEERS_A_THREAD = 8
-PIECE_BYTES = 16
-ROW_PIECES = numerics.ROW_BYTES // PIECE_BYTES
-
-
-@dataclass(frozen=True)
-class QueryConfig:
-    """Static choices: the geometry, the batch rows B (at most its capacity) and programmatic dependent launch."""
-
-    geometry: Geometry
-    batch: int
-    pdl: bool = True
-
-    @property
-    def pieces(self) -> int:
-        """16-byte pieces of the own heads' rows."""
-        return self.batch * self.geometry.owner_heads * ROW_PIECES
-
-    @property
-    def peers_a_thread(self) -> int:
-        return min(PEERS_A_THREAD, self.geometry.dcp)
-
-    @property
-    def peer_groups(self) -> int:
-        return self.geometry.dcp // self.peers_a_thread
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        return ((self.pieces + THREADS - 1) // THREADS, self.peer_groups, 1)
+from dcp_decode.kernels import arrival, disk_cache, ptx
+from dcp_decode.kernels.configs import QUERY_PIECE_BYTES, QUERY_ROW_PIECES, QueryConfig
+from dcp_decode.mailbox import MailboxLayout, Stage
 
 
 class DcpQuery:
     """The kernel specialised for one `QueryConfig`."""
 
     def __init__(self, config: QueryConfig) -> None:
-        if not 1 <= config.batch <= config.geometry.capacity:
-            raise ValueError(f"batch {config.batch} must be in 1 .. mailbox capacity {config.geometry.capacity}")
         self.config = config
         self.layout = MailboxLayout(config.geometry)
 
@@ -73,9 +37,9 @@ class DcpQuery:
     def __call__(
         self, region: Int64, table: Int64, rank: Int32, query: Int64, inverse_scale: Float32, stream: cuda.CUstream
     ) -> None:
-        """Launch; addresses as integers, see `run_query`."""
+        """Launch; addresses as integers, see `launch.run_query`."""
         self.kernel(region, table, rank, query, inverse_scale).launch(
-            grid=self.config.grid, block=[THREADS, 1, 1], use_pdl=self.config.pdl, stream=stream
+            grid=self.config.grid, block=[self.config.threads, 1, 1], use_pdl=self.config.pdl, stream=stream
         )
 
     @cute.kernel
@@ -85,12 +49,12 @@ class DcpQuery:
         block, group, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        piece = block * THREADS + thread
+        piece = block * self.config.threads + thread
         # First loads: the use number, the abort word, the input and the peers' addresses don't depend on each other.
         use = arrival.read_use(region, int(Stage.QUERY))
         aborted = arrival.read_abort(region)
         if piece < self.config.pieces:
-            source = query + Int64(piece) * (2 * PIECE_BYTES)
+            source = query + Int64(piece) * (2 * QUERY_PIECE_BYTES)
             halves = [ptx.load_global_words(source), ptx.load_global_words(source + 16)]
             peers = self.config.peers_a_thread
             bases = [ptx.load_global_int64(table + Int64(group * peers + peer) * 8) for peer in range(peers)]
@@ -98,11 +62,11 @@ class DcpQuery:
             # before these pushes: a peer that sees them may push to those places again.
             cute.arch.fence_acq_rel_sys()
             words = [_quantized(halves[index // 2][index % 2 * 2 :], inverse_scale) for index in range(4)]
-            row_pieces = g.owner_heads * ROW_PIECES
+            row_pieces = g.owner_heads * QUERY_ROW_PIECES
             row = piece // row_pieces
             line = (Int64(use % g.generations) * g.capacity + Int64(row)) * g.padded_heads
             line = line + Int64(rank) * g.owner_heads
-            offset = line * numerics.ROW_BYTES + Int64(piece - row * row_pieces) * PIECE_BYTES
+            offset = line * numerics.ROW_BYTES + Int64(piece - row * row_pieces) * QUERY_PIECE_BYTES
             # A rank that gave up must not overwrite words that a slow peer has yet to read.
             if aborted == 0:
                 for peer in cutlass.range_constexpr(peers):
@@ -122,27 +86,12 @@ def _quantized(pair: list[Any], inverse_scale: Any) -> Uint32:
 
 
 @cache
-def compile_query(config: QueryConfig) -> Any:
+def compile_query(config: QueryConfig) -> disk_cache.JitKernel:
     """The compiled kernel of a configuration (cached)."""
-    return cute.compile(DcpQuery(config), *example_arguments(), make_fake_stream())
+    return disk_cache.compile_kernel(DcpQuery(config), example_arguments())
 
 
 def example_arguments() -> tuple[Any, ...]:
     """Typed arguments of the compiled kernel, without the stream: for compilation and export."""
     address = Int64(0)
     return (address, address, Int32(0), address, Float32(1.0))
-
-
-def run_query(kernel: Any, mailbox: Mailbox, query: torch.Tensor, stream: int) -> None:
-    """Launch on one rank's mailbox; returns without waiting.
-
-    query: bf16 [B, H, 576], contiguous, this rank's own heads on the GPU. stream: CUDA stream handle.
-    """
-    kernel(
-        Int64(mailbox.memory.local.data_ptr()),
-        Int64(mailbox.memory.addresses.data_ptr()),
-        Int32(mailbox.rank),
-        Int64(query.data_ptr()),
-        Float32(numerics.reciprocal(mailbox.geometry.q_scale)),
-        cuda.CUstream(stream),
-    )

@@ -44,11 +44,9 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 from cutlass import Float32, Int32, Int64, Uint8, cute
-from cutlass.cute.runtime import make_fake_stream
 
-from dcp_decode.kernels import arrival, ptx
+from dcp_decode.kernels import arrival, disk_cache, ptx
 from dcp_decode.kernels.sparse_chunk import VALUE_STEP, SparseChunk, store_fp8_pair_shared, transpose4
 from dcp_decode.kernels.sparse_config import (
     CHUNK,
@@ -65,12 +63,11 @@ from dcp_decode.kernels.sparse_config import (
 )
 from dcp_decode.kernels.sparse_merge import SparseMerge
 from dcp_decode.kernels.sparse_query import SparseQuery
-from dcp_decode.mailbox import Mailbox, Stage
+from dcp_decode.mailbox import Stage
 
 __all__ = [
     "SparseDcpDecode",
     "compile_sparse",
-    "run_sparse",
     "sparse_config",
     "sparse_for",
     "sparse_layout",
@@ -116,7 +113,7 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
         deadline: Int64,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch over (SPLIT, head tiles, batch rows); arguments as in `run_sparse`, addresses as integers."""
+        """Launch over (SPLIT, head tiles, batch rows); arguments as in `launch.run_sparse`, addresses as integers."""
         self.kernel(region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline).launch(
             grid=self.config.grid,
             block=[self.config.threads, 1, 1],
@@ -353,13 +350,12 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
 
 
 @cache
-def compile_sparse(config: SparseConfig) -> Any:
+def compile_sparse(config: SparseConfig) -> disk_cache.JitKernel:
     """The compiled kernel of a configuration (cached); `SparseRefused` when it is refused.
 
     The architecture compiled for is that of the CuTe DSL (`CUTE_DSL_ARCH`, else the device's).
     """
-    kernel = SparseDcpDecode(config)
-    return cute.compile(kernel, *example_arguments(), make_fake_stream())
+    return disk_cache.compile_kernel(SparseDcpDecode(config), example_arguments())
 
 
 def example_arguments() -> tuple[Any, ...]:
@@ -368,39 +364,3 @@ def example_arguments() -> tuple[Any, ...]:
     return (
         address, address, Int32(0), address, address, address, address, address, Float32(1.0), Float32(1.0), Int64(0),
     )  # fmt: skip
-
-
-def run_sparse(
-    kernel: Any,
-    mailbox: Mailbox,
-    kv: torch.Tensor,
-    rows: torch.Tensor,
-    valid: torch.Tensor,
-    latent: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    deadline_nanoseconds: int,
-    stream: int,
-) -> None:
-    """Launch a compiled kernel on one rank's mailbox; returns without waiting.
-
-    mailbox: this rank's, on the GPU: its query mailbox is read, the use counter of stage SPARSE says which generation.
-    kv: uint8 [N, 576], the flat cache, contiguous rows. rows: int32 [>= B, K], this rank's flat rows as a prefix.
-    valid: int32 [>= B], their counts (0 .. K). latent: bf16 [>= B, padded, 512] and lse: fp32 [>= B, padded], the
-    outputs of the local route (natural-log LSE; only the first `heads` of a row are written); None for push.
-    deadline_nanoseconds: of every wait. stream: CUDA stream handle.
-    """
-    geometry = mailbox.geometry
-    kernel(
-        Int64(mailbox.memory.local.data_ptr()),
-        Int64(mailbox.memory.addresses.data_ptr()),
-        Int32(mailbox.rank),
-        Int64(kv.data_ptr()),
-        Int64(rows.data_ptr()),
-        Int64(valid.data_ptr()),
-        Int64(0 if latent is None else latent.data_ptr()),
-        Int64(0 if lse is None else lse.data_ptr()),
-        Float32(geometry.scale_log2),
-        Float32(geometry.k_scale),
-        Int64(deadline_nanoseconds),
-        cuda.CUstream(stream),
-    )

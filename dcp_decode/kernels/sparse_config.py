@@ -122,6 +122,11 @@ class SparseConfig:
         return SharedLayout(self.tiles, self.buffers)
 
     @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+        return self.shared.nbytes
+
+    @property
     def query_warps(self) -> int:
         """Warps beside the 16 that serve the query only; 640 threads have 96 registers each, too few for wide CTAs."""
         return QUERY_WARPS if self.tiles == 1 else 0

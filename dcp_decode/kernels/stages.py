@@ -13,17 +13,20 @@ import torch
 from dcp_decode import numerics, topk
 from dcp_decode.cpu.stages import LocalPartial
 from dcp_decode.errors import UnsupportedEnvironment
-from dcp_decode.kernels.exchange import (
-    ExchangeConfig,
-    compile_topk_push,
-    compile_topk_receive,
+from dcp_decode.kernels.configs import ExchangeConfig, QueryConfig, ValueConfig
+from dcp_decode.kernels.exchange import compile_topk_push, compile_topk_receive
+from dcp_decode.kernels.launch import (
+    run_query,
+    run_sparse,
     run_topk_push,
     run_topk_receive,
+    run_value,
+    run_value_push,
 )
-from dcp_decode.kernels.query import QueryConfig, compile_query, run_query
-from dcp_decode.kernels.sparse import compile_sparse, run_sparse
+from dcp_decode.kernels.query import compile_query
+from dcp_decode.kernels.sparse import compile_sparse
 from dcp_decode.kernels.sparse_config import sparse_config, sparse_for
-from dcp_decode.kernels.value import ValueConfig, compile_value, compile_value_push, run_value, run_value_push
+from dcp_decode.kernels.value import compile_value, compile_value_push
 from dcp_decode.mailbox import Mailbox, Stage
 
 

@@ -16,57 +16,35 @@ push (3a) 0.81. Tried and dropped: a fence after the polls (not needed, see the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from cutlass.cute.runtime import make_fake_stream
 
 from dcp_decode import numerics
-from dcp_decode.geometry import Geometry
-from dcp_decode.kernels import arrival, ptx
-from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
+from dcp_decode.kernels import arrival, disk_cache, ptx
+from dcp_decode.kernels.configs import ValueConfig
+from dcp_decode.mailbox import MailboxLayout, Stage
 
-THREADS = 64
-COLUMNS_A_THREAD = numerics.LATENT_DIM // THREADS  # 8: one 16-byte load a source
-EAGER_BATCH = 8
 ARMED = numerics.ARMED_WORD & 0xFFFFFFFF
 EMPTY_LSE_WORD = numerics.EMPTY_LSE_BITS & 0xFFFFFFFF
-
-
-@dataclass(frozen=True)
-class ValueConfig:
-    """Static choices: the geometry, the batch rows B, the route, and programmatic dependent launch."""
-
-    geometry: Geometry
-    batch: int
-    push: bool = True
-    pdl: bool = True
-
-    @property
-    def eager(self) -> bool:
-        """Whether payload words are loaded before it is known which are wanted."""
-        return self.batch <= EAGER_BATCH and self.geometry.dcp <= 8 and self.geometry.generations == 2
 
 
 class DcpValue:
     """The merge: stage 3 of the push route, 3b of the local route."""
 
     def __init__(self, config: ValueConfig) -> None:
-        _check_batch(config)
         self.config = config
         self.layout = MailboxLayout(config.geometry)
 
     @cute.jit
     def __call__(self, region: Int64, rank: Int32, merged: Int64, deadline: Int64, stream: cuda.CUstream) -> None:
-        """Launch; addresses as integers, see `run_value`."""
+        """Launch; addresses as integers, see `launch.run_value`."""
         self.kernel(region, rank, merged, deadline).launch(
             grid=[self.config.geometry.owner_heads, self.config.batch, 1],
-            block=[THREADS, 1, 1],
+            block=[self.config.threads, 1, 1],
             use_pdl=self.config.pdl,
             stream=stream,
         )
@@ -174,7 +152,7 @@ class DcpValue:
         for source in cutlass.range_constexpr(sources):
             largest = ptx.maximum(largest, ptx.bits_float(lse[source]))
         weight_sum = Float32(0.0)
-        sums = cute.make_rmem_tensor(COLUMNS_A_THREAD, Float32)
+        sums = cute.make_rmem_tensor(self.config.columns_a_thread, Float32)
         sums.fill(0.0)
         for source in cutlass.range_constexpr(sources):
             if wanted[source] != 0:
@@ -227,7 +205,6 @@ class DcpValuePush:
     """Stage 3a of the local route: latent rows and base-2 LSEs into their owners' value mailboxes."""
 
     def __init__(self, config: ValueConfig) -> None:
-        _check_batch(config)
         self.config = config
         self.layout = MailboxLayout(config.geometry)
 
@@ -235,10 +212,10 @@ class DcpValuePush:
     def __call__(
         self, region: Int64, table: Int64, rank: Int32, latent: Int64, lse: Int64, stream: cuda.CUstream
     ) -> None:
-        """Launch; addresses as integers, see `run_value_push`."""
+        """Launch; addresses as integers, see `launch.run_value_push`."""
         self.kernel(region, table, rank, latent, lse).launch(
             grid=[self.config.geometry.heads, self.config.batch, 1],
-            block=[THREADS, 1, 1],
+            block=[self.config.threads, 1, 1],
             use_pdl=self.config.pdl,
             stream=stream,
         )
@@ -272,21 +249,16 @@ class DcpValuePush:
             ptx.store_word_system(base + slot * 4 + self.layout.lse_log2.offset, word)
 
 
-def _check_batch(config: ValueConfig) -> None:
-    if not 1 <= config.batch <= config.geometry.capacity:
-        raise ValueError(f"batch {config.batch} must be in 1 .. mailbox capacity {config.geometry.capacity}")
-
-
 @cache
-def compile_value(config: ValueConfig) -> Any:
+def compile_value(config: ValueConfig) -> disk_cache.JitKernel:
     """The compiled merge of a configuration (cached)."""
-    return cute.compile(DcpValue(config), *value_arguments(), make_fake_stream())
+    return disk_cache.compile_kernel(DcpValue(config), value_arguments())
 
 
 @cache
-def compile_value_push(config: ValueConfig) -> Any:
+def compile_value_push(config: ValueConfig) -> disk_cache.JitKernel:
     """The compiled push (3a) of a configuration (cached)."""
-    return cute.compile(DcpValuePush(config), *value_push_arguments(), make_fake_stream())
+    return disk_cache.compile_kernel(DcpValuePush(config), value_push_arguments())
 
 
 def value_arguments() -> tuple[Any, ...]:
@@ -297,33 +269,3 @@ def value_arguments() -> tuple[Any, ...]:
 def value_push_arguments() -> tuple[Any, ...]:
     """Typed arguments of the compiled push, without the stream."""
     return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0))
-
-
-def run_value(kernel: Any, mailbox: Mailbox, merged: torch.Tensor, deadline_nanoseconds: int, stream: int) -> None:
-    """Launch the merge on one rank's mailbox; returns without waiting.
-
-    merged: bf16 [>= B, H, 512], contiguous, on the GPU: the merged rows of this rank's own heads. Nothing is written
-    by a CTA whose wait expired. deadline_nanoseconds: of every wait. stream: CUDA stream handle.
-    """
-    kernel(
-        Int64(mailbox.memory.local.data_ptr()),
-        Int32(mailbox.rank),
-        Int64(merged.data_ptr()),
-        Int64(deadline_nanoseconds),
-        cuda.CUstream(stream),
-    )
-
-
-def run_value_push(kernel: Any, mailbox: Mailbox, latent: torch.Tensor, lse_ln: torch.Tensor, stream: int) -> None:
-    """Launch stage 3a on one rank's mailbox; returns without waiting.
-
-    latent: bf16 [>= B, padded, 512], lse_ln: fp32 [>= B, padded], contiguous, as stage 2's local route left them.
-    """
-    kernel(
-        Int64(mailbox.memory.local.data_ptr()),
-        Int64(mailbox.memory.addresses.data_ptr()),
-        Int32(mailbox.rank),
-        Int64(latent.data_ptr()),
-        Int64(lse_ln.data_ptr()),
-        cuda.CUstream(stream),
-    )

@@ -9,7 +9,8 @@ from poison import poison_shared_memory
 
 from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.sparse import compile_sparse, run_sparse
+from dcp_decode.kernels.launch import run_sparse
+from dcp_decode.kernels.sparse import compile_sparse
 from dcp_decode.kernels.sparse_config import SparseConfig
 from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
 

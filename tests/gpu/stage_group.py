@@ -11,15 +11,11 @@ from sparse_rank import DEADLINE_NANOSECONDS
 from dcp_decode import numerics, oracle
 from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.query import QueryConfig, compile_query, run_query
-from dcp_decode.kernels.sparse import compile_sparse, run_sparse, sparse_config
-from dcp_decode.kernels.value import (
-    ValueConfig,
-    compile_value,
-    compile_value_push,
-    run_value,
-    run_value_push,
-)
+from dcp_decode.kernels.configs import QueryConfig, ValueConfig
+from dcp_decode.kernels.launch import run_query, run_sparse, run_value, run_value_push
+from dcp_decode.kernels.query import compile_query
+from dcp_decode.kernels.sparse import compile_sparse, sparse_config
+from dcp_decode.kernels.value import compile_value, compile_value_push
 from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
 
 
