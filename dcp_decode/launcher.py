@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
+from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.control.torchrun import connect_torchrun
 from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.rank_process import Body, RankProcess, leave
@@ -72,6 +73,17 @@ def check_world(launcher: Launcher, config: RunConfig) -> None:
         )
 
 
+def connect(launcher: Launcher, deadline_seconds: float) -> ControlPlane:
+    """The control plane of this process among the ranks that the launcher started; collective. Raises WaitFailed."""
+    if launcher.name == "builtin":
+        return SoloControlPlane()
+    if launcher.name == "torchrun":
+        return connect_torchrun(os.environ, deadline_seconds)
+    from dcp_decode.control.mpi import MpiControlPlane  # imports mpi4py, which starts MPI
+
+    return MpiControlPlane(deadline_seconds)
+
+
 def execute(command: str, config: RunConfig, body: Body, output: str | None, publish: Publish) -> int:
     """Run the body as the ranks of the config under the launcher that started this process; the exit code.
 
@@ -107,16 +119,7 @@ def _execute_as_rank(plan: Plan, config: RunConfig, body: Body, publish: Publish
     folder = Path(shared) if shared else _folder_of_parent()
     process = RankProcess(launcher.rank, folder)
     process.handle_terminate()
-    deadline = config.mailbox.control_deadline_seconds
-
-    def connect() -> ControlPlane:
-        if launcher.name == "torchrun":
-            return connect_torchrun(os.environ, deadline)
-        from dcp_decode.control.mpi import MpiControlPlane  # imports mpi4py, which starts MPI
-
-        return MpiControlPlane(deadline)
-
-    record = process.run(connect, body)
+    record = process.run(lambda: connect(launcher, config.mailbox.control_deadline_seconds), body)
     if not shared and launcher.rank == 0:
         records = dict(enumerate(process.records)) or _late_records(folder, plan.processes)
         publish(conclude(plan, records), plan)
