@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from pydantic.fields import FieldInfo
 
 from dcp_decode.errors import ConfigError
-from dcp_decode.geometry import KIMI_SOFTMAX_SCALE, MAX_CONTEXT, PAGE_TOKENS, Geometry
+from dcp_decode.geometry import HEAD_TILE, KIMI_SOFTMAX_SCALE, MAX_CONTEXT, MAX_TOPK, PAGE_TOKENS, Geometry
 
 # The repository's own small trace: what a run reads when its config names neither a trace nor a synthetic workload.
 SAMPLE_TRACE = Path(__file__).resolve().parent.parent / "configs" / "sample_trace.jsonl"
@@ -32,6 +32,7 @@ MAX_DEADLINE_SECONDS = 86_400.0
 Whole = Annotated[int, Strict()]
 Real = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Text = Annotated[str, Strict()]
+Flag = Annotated[bool, Strict()]
 Deadline = Annotated[Real, Field(gt=0, le=MAX_DEADLINE_SECONDS)]
 
 
@@ -114,6 +115,24 @@ class VerifySection(Section):
     period: Whole = Field(default=10, ge=1, le=1_000_000)
 
 
+class CheckpointSection(Section):
+    """What `checkpoint` measures beside the model's own point, and how often.
+
+    The own point: service.draft_tokens + 1 rows, model.heads heads, model.topk / parallel.dcp keys a row. batches,
+    keys and heads each vary one of these; compared_* name those of them at which peers are measured too.
+    sweep: time every kernel variant at the compared points.
+    """
+
+    mode: Literal["solo", "loopback", "group"] = "solo"
+    samples: Whole = Field(default=101, ge=3, le=100_000)
+    batches: tuple[Annotated[Whole, Field(ge=1, le=512)], ...] = ()
+    keys: tuple[Annotated[Whole, Field(ge=1, le=MAX_TOPK)], ...] = ()
+    heads: tuple[Annotated[Whole, Field(ge=HEAD_TILE, le=1024)], ...] = ()
+    compared_batches: tuple[Annotated[Whole, Field(ge=1, le=512)], ...] = ()
+    compared_keys: tuple[Annotated[Whole, Field(ge=1, le=MAX_TOPK)], ...] = ()
+    sweep: Flag = False
+
+
 class RunConfig(Section):
     """Everything a run is determined by. Build it with `load_config`, which also checks the rules across keys."""
 
@@ -124,6 +143,7 @@ class RunConfig(Section):
     service: ServiceSection = ServiceSection()
     workload: WorkloadSection = WorkloadSection(trace=SAMPLE_TRACE)
     verify: VerifySection = VerifySection()
+    checkpoint: CheckpointSection = CheckpointSection()
 
     def geometry(self) -> Geometry:
         """The shapes and scales that all ranks agree on. Raises ConfigError."""
@@ -229,15 +249,17 @@ def _allowed(field: FieldInfo) -> str:
     if nested is not None:
         return f"must be a table with the keys {', '.join(nested.model_fields)}"
     annotation = field.annotation
+    if typing.get_origin(annotation) is tuple:
+        entry = FieldInfo.from_annotation(typing.get_args(annotation)[0])
+        return f"must be a list; every entry {_allowed(entry)}"
     if typing.get_origin(annotation) is Literal:
         return f"must be one of {', '.join(map(str, typing.get_args(annotation)))}"
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))
     if typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
-    noun = {int: "an integer", float: "a finite number", str: "a string", Path: "a path"}.get(
-        typing.cast(type, annotation), "valid"
-    )
+    nouns = {int: "an integer", float: "a finite number", str: "a string", bool: "true or false", Path: "a path"}
+    noun = nouns.get(typing.cast(type, annotation), "valid")
     low = high = above = None
     for rule in field.metadata:
         low = rule.ge if isinstance(rule, annotated_types.Ge) else low
@@ -266,6 +288,15 @@ def _check_cross_rules(config: RunConfig) -> None:
             mailbox.control_deadline_seconds,
             f"must be at least mailbox.deadline_seconds = {mailbox.deadline_seconds:g}",
         )
+    checkpoint = config.checkpoint
+    for number in checkpoint.heads:
+        if number % HEAD_TILE or number % parallel.dcp:
+            allowed = f"every entry must be a multiple of {HEAD_TILE} and of parallel.dcp = {parallel.dcp}"
+            raise ConfigError("checkpoint.heads", number, allowed)
+    for key in ("keys", "compared_keys"):
+        most = max(getattr(checkpoint, key), default=0)
+        if most > config.model.topk:
+            raise ConfigError(f"checkpoint.{key}", most, f"must be at most model.topk = {config.model.topk}")
     devices = {"shm": "cpu", "nvshmem": "cuda", "symm_mem": "cuda"}
     needed = devices.get(parallel.fabric)
     if needed is not None and parallel.device not in ("auto", needed):
