@@ -15,7 +15,9 @@ from pathlib import Path
 import click
 
 from dcp_decode import __version__
+from dcp_decode.commands.compare import compare
 from dcp_decode.commands.conclude import conclude
+from dcp_decode.commands.doctor import doctor
 from dcp_decode.commands.run import run
 from dcp_decode.commands.soak import soak
 from dcp_decode.errors import BAD_INPUT, DcpDecodeError
@@ -30,7 +32,7 @@ def commands() -> None:
     """Decode context parallelism (DCP) of sparse MLA models: verify and measure."""
 
 
-for command in (run, soak, conclude):
+for command in (run, soak, compare, doctor, conclude):
     commands.add_command(command)
 
 

@@ -50,6 +50,14 @@ def progress_bar(max_steps: int | None) -> Iterator[ShowProgress]:
         yield show
 
 
+def plain_console() -> Console:
+    """Standard output for tables: as wide as the terminal, or PLAIN_WIDTH."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
+
+
 def publish(conclusion: Conclusion, plan: Plan) -> None:
     """Write the document, print the table, an error if there is one, and the document's path as the last line.
 
@@ -60,10 +68,7 @@ def publish(conclusion: Conclusion, plan: Plan) -> None:
         return
     path = write_document(conclusion.document, plan.output, plan.started)
     if conclusion.document["digest"] is not None:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = PLAIN_WIDTH
-        console.print(_table(conclusion.document))
+        plain_console().print(_table(conclusion.document))
         sys.stdout.flush()
     if conclusion.error is not None:
         print(f"error: {conclusion.error}", file=sys.stderr, flush=True)

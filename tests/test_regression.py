@@ -1,0 +1,237 @@
+"""The regression gate: false alarms of noise alone, slowdowns that it must see, and inputs that can't be compared."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dcp_decode.cli import run_command
+from dcp_decode.errors import BAD_INPUT, VERIFIED, WRONG_RESULT
+from dcp_decode.regression.compare import Comparison, compare
+from dcp_decode.regression.documents import IncomparableInputs
+from dcp_decode.regression.interval import Estimate, estimate_percentiles, interval, student_quantile
+
+ROUNDS = 40
+SEEDS = range(60)
+MICROSECONDS = {"query_push": 2.0, "sparse_decode": 5.0, "merge": 2.1, "chain": 9.0}
+
+
+def measurement(seed: int, slower: dict[str, float] | None = None, noise: float = 0.02, drift: float = 0.01) -> dict:
+    """A checkpoint of one point as a machine would make it.
+
+    noise: relative, of each time by itself, heavy-tailed and alike in neighbouring rounds. drift: a round's step of the
+    random walk that all times of a round share (clocks, heat). slower: factor by stage.
+    """
+    random = np.random.default_rng(seed)
+    load = np.cumsum(random.normal(size=ROUNDS)) * drift
+
+    def times(microseconds: float) -> dict[str, Any]:
+        own = random.standard_t(4, size=ROUNDS) * noise / np.sqrt(2)
+        own[1:] += 0.3 * own[:-1]
+        rounds = microseconds * np.exp(load + own)
+        p50, p95 = np.percentile(rounds, (50, 95))
+        return {"p50_us": p50, "p95_us": p95, "samples": ROUNDS, "rounds_us": rounds.tolist()}
+
+    factors = dict.fromkeys(MICROSECONDS, 1.0) | (slower or {})
+    point = {
+        "batch": 5,
+        "heads": 96,
+        "keys": 256,
+        "l2": "cold",
+        "mode": "solo",
+        "variant": "any",
+        "stages": {name: times(factors[name] * value) for name, value in MICROSECONDS.items()},
+        "peers": [
+            {"name": "public peer", "kind": "public"} | times(17.0),
+            {"name": "Triton split-K", "kind": "own"} | times(10.7),
+            {"name": "absent", "kind": "public", "skipped": "not installed"},
+        ],
+        "floors": {"launch": times(1.2)},
+    }
+    device = {"name": "a GPU", "architecture": "sm_90"}
+    return {"schema": 1, "command": "checkpoint", "device": device, "geometry": {"heads": 96}, "points": [point]}
+
+
+def slower_stages(comparison: Comparison) -> set[str]:
+    return {stage.stage for stage in comparison.of_verdict("slower")}
+
+
+def test_noise_alone_raises_no_alarm() -> None:
+    comparisons = [compare(measurement(2 * seed), measurement(2 * seed + 1)) for seed in SEEDS]
+    assert sum(bool(comparison.of_verdict("slower")) for comparison in comparisons) == 0
+    # The interval itself is honest: with no allowance at all, the confidence's share of false alarms is not exceeded.
+    strict = [compare(measurement(2 * seed), measurement(2 * seed + 1), limit=1.0, confidence=0.9) for seed in SEEDS]
+    assert sum(bool(comparison.of_verdict("slower")) for comparison in strict) / len(SEEDS) <= 0.1
+
+
+@pytest.mark.parametrize("stage", ["query_push", "sparse_decode"])
+def test_a_slowdown_of_a_fifth_is_seen_every_time(stage: str) -> None:
+    for seed in SEEDS:
+        comparison = compare(measurement(2 * seed), measurement(2 * seed + 1, {stage: 1.2}))
+        assert slower_stages(comparison) == {stage}
+        found = comparison.of_verdict("slower")[0]
+        assert 1.05 < found.change.low < 1.2 < found.change.high
+        assert found.detectable < 1.2
+
+
+def test_a_slowdown_of_two_percent_is_none() -> None:
+    for seed in SEEDS:
+        slower = dict.fromkeys(MICROSECONDS, 1.02)
+        assert not slower_stages(compare(measurement(2 * seed), measurement(2 * seed + 1, slower)))
+
+
+def test_a_slower_machine_is_no_slower_stage() -> None:
+    base, new = measurement(1), measurement(2)
+
+    def scale(times: dict[str, Any]) -> None:
+        for key in ("p50_us", "p95_us", "rounds_us"):
+            times[key] = (1.5 * np.asarray(times[key])).tolist()
+
+    for times in [*new["points"][0]["stages"].values(), *new["points"][0]["peers"][:2]]:
+        scale(times)
+    scale(new["points"][0]["floors"]["launch"])
+    assert not slower_stages(compare(base, new))
+    # Negative control: without baselines the same times are slower.
+    for document in (base, new):
+        document["points"][0] |= {"peers": [], "floors": {}}
+    comparison = compare(base, new)
+    assert slower_stages(comparison) == set(MICROSECONDS)
+    assert any("no baseline" in note for note in comparison.notes)
+
+
+def test_baselines_by_stage() -> None:
+    baselines = {stage.stage: stage.baseline for stage in compare(measurement(1), measurement(2)).stages}
+    peer, floor = "peer Triton split-K", "floor launch"
+    assert baselines == {"query_push": floor, "sparse_decode": peer, "merge": floor, "chain": peer}
+
+
+def test_pairing_by_round_removes_what_a_round_shares() -> None:
+    shaky = compare(measurement(1, drift=0.2), measurement(2, drift=0.2))
+    assert max(stage.detectable for stage in shaky.stages) < 1.2
+    for document in (base := measurement(1, drift=0.2), new := measurement(2, drift=0.2)):
+        document["points"][0] |= {"peers": [], "floors": {}}
+    assert min(stage.detectable for stage in compare(base, new).stages) > 1.2
+
+
+def test_percentiles_stand_in_for_rounds() -> None:
+    def without_rounds(document: dict) -> dict:
+        point = document["points"][0]
+        for times in [*point["stages"].values(), *point["peers"], point["floors"]["launch"]]:
+            times.pop("rounds_us", None)
+        return document
+
+    base = without_rounds(measurement(1, drift=0.0))
+    same = compare(base, without_rounds(measurement(2, drift=0.0)))
+    assert not slower_stages(same)
+    assert any("no rounds_us" in note for note in same.notes)
+    assert slower_stages(compare(base, without_rounds(measurement(2, {"merge": 1.2}, drift=0.0)))) == {"merge"}
+
+
+def test_a_run_without_points_is_compared_by_its_stages() -> None:
+    stages = measurement(1)["points"][0]["stages"]
+    run = {"schema": 1, "command": "run", "device": {"name": "a CPU"}, "stages": stages}
+    slow = copy.deepcopy(run)
+    slow["stages"]["merge"]["rounds_us"] = [1.4 * value for value in stages["merge"]["rounds_us"]]
+    assert not slower_stages(compare(run, run))
+    assert slower_stages(compare(run, slow)) == {"merge"}
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "expected"),
+    [(0.975, 9, 2.2622), (0.999, 13, 3.8520), (0.9995, 20, 3.8495), (0.975, 10_000, 1.9602)],
+)
+def test_student_quantiles(probability: float, freedom: int, expected: float) -> None:
+    assert student_quantile(probability, freedom) == pytest.approx(expected, rel=2e-3)
+
+
+def test_interval_of_percentiles() -> None:
+    estimate = estimate_percentiles(10.0, 10.0, 100)
+    assert interval(estimate, 0.99).ratio == pytest.approx(10.0)
+    assert interval(estimate, 0.99).low == interval(estimate, 0.99).high
+    wide = interval(Estimate(0.0, 0.1, 1000), 0.95)
+    assert (wide.low, wide.high) == (pytest.approx(0.8218, rel=1e-3), pytest.approx(1.2168, rel=1e-3))
+
+
+def other_device(document: dict) -> None:
+    document["device"]["name"] = "another GPU"
+
+
+def other_geometry(document: dict) -> None:
+    document["geometry"]["heads"] = 64
+
+
+def no_point(document: dict) -> None:
+    document["points"][0]["batch"] = 1
+
+
+def no_stage(document: dict) -> None:
+    del document["points"][0]["stages"]["merge"]
+
+
+def few_rounds(document: dict) -> None:
+    point = document["points"][0]
+    for times in [*point["stages"].values(), *point["peers"][:2], point["floors"]["launch"]]:
+        times["rounds_us"] = times["rounds_us"][:3]
+
+
+def uneven_rounds(document: dict) -> None:
+    document["points"][0]["stages"]["merge"]["rounds_us"].pop()
+
+
+def negative(document: dict) -> None:
+    document["points"][0]["stages"]["merge"]["p50_us"] = -1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda document: document.update(schema=2), "schema = 2"),
+        (lambda document: document.update(command="run"), "command: 'checkpoint' in base, 'run' in new"),
+        (lambda document: document.update(points=[]), "points: must not be empty"),
+        (lambda document: document["points"].append(document["points"][0]), "is there twice"),
+        (lambda document: document.update(verified=False), "verified = false in new"),
+        (lambda document: document.pop("device"), "device = "),
+        (other_device, "device.name: 'a GPU' in base, 'another GPU' in new"),
+        (other_geometry, "geometry.heads: 96 in base, 64 in new"),
+        (no_point, "batch=5 heads=96 keys=256 l2=cold mode=solo is missing in new"),
+        (no_stage, "stages.merge has no times in new"),
+        (few_rounds, "query_push: rounds_us has 3 rounds; at least 10 are needed"),
+        (uneven_rounds, "merge: rounds_us has 39 rounds, its baseline 40"),
+        (negative, "points.0.stages.merge.p50_us = -1.0"),
+    ],
+)
+def test_incomparable_inputs_name_the_field(change: Callable[[dict], object], message: str) -> None:
+    new = measurement(2)
+    change(new)
+    with pytest.raises(IncomparableInputs) as refusal:
+        compare(measurement(1), new)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, new, output = tmp_path / "base.json", tmp_path / "new.json", tmp_path / "comparison.json"
+    base.write_text(json.dumps(measurement(1)))
+    for document, code in ((measurement(2), VERIFIED), (measurement(2, {"chain": 1.2}), WRONG_RESULT)):
+        new.write_text(json.dumps(document))
+        assert run_command(["compare", str(base), str(new), "--output", str(output)]) == code
+        assert capsys.readouterr().out.splitlines()[-1] == str(output)
+        comparison = json.loads(output.read_text())
+        assert (comparison["exit_code"], comparison["slower"]) == (code, int(code == WRONG_RESULT))
+        assert len(comparison["stages"]) == 4
+    # A larger limit allows it.
+    assert run_command(["compare", str(base), str(new), "--limit", "1.4", "--output", str(output)]) == VERIFIED
+    new.write_text("{")
+    for arguments in ([str(base), str(new)], [str(base), "absent.json"], [str(base), str(base), "--limit", "0.5"]):
+        capsys.readouterr()
+        assert run_command(["compare", *arguments]) == BAD_INPUT
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("error: ")
+        assert captured.err.count("\n") == 1
