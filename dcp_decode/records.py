@@ -32,7 +32,8 @@ class RankReport:
     fabric, device, family: as resolved. verified: None if nothing was checked, False is exit code 1. worst_error and
     error_bound: of the worst (row, head) of all ranks by error / bound. refusals: why requests were refused, one line
     each. acceptance: entry a counts the turns that kept a drafts. keys_per_row: smallest, median and largest count of
-    selected keys a row and rank. stages: name -> {p50_us, p95_us, p99_us, samples}, maximum over ranks per iteration.
+    selected keys a row and rank. stages: name -> {p50_us, p95_us, p99_us, samples}, maximum over ranks per iteration;
+    stage_clock: how they were timed. fabric_reason: why that fabric. execution: how a GPU ran the steps, None on a CPU.
     """
 
     fabric: str
@@ -50,6 +51,9 @@ class RankReport:
     acceptance: list[int]
     keys_per_row: tuple[int, float, int] | None = None
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
+    stage_clock: str = ""
+    fabric_reason: str = ""
+    execution: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

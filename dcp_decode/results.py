@@ -34,6 +34,9 @@ REPORT_KEYS = (
     "acceptance",
     "keys_per_row",
     "stages",
+    "stage_clock",
+    "fabric_reason",
+    "execution",
 )
 
 
@@ -121,6 +124,7 @@ def _document(plan: Plan, records: list[RankRecord]) -> dict[str, Any]:
         "ranks": plan.config["parallel"]["dcp"],
         "process_ids": [record.process_id or None for record in records],
         **{key: report.get(key) for key in REPORT_KEYS},
+        **report.get("measurements", {}),
         "seconds": max((record.ended for record in records), default=plan.started) - plan.started,
         "expired_waits": [wait for record in records for wait in record.expired_waits],
         "records": [
