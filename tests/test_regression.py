@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from dcp_decode.regression.interval import Estimate, estimate_percentiles, inter
 ROUNDS = 40
 SEEDS = range(60)
 MICROSECONDS = {"query_push": 2.0, "sparse_decode": 5.0, "merge": 2.1, "chain": 9.0}
+BASELINES = {"peer:public": 17.0, "peer:triton_split_kv": 10.7, "floor:launch": 1.2}
 
 
 def measurement(seed: int, slower: dict[str, float] | None = None, noise: float = 0.02, drift: float = 0.01) -> dict:
@@ -31,31 +30,32 @@ def measurement(seed: int, slower: dict[str, float] | None = None, noise: float 
     random = np.random.default_rng(seed)
     load = np.cumsum(random.normal(size=ROUNDS)) * drift
 
-    def times(microseconds: float) -> dict[str, Any]:
+    def times(microseconds: float) -> list[float]:
         own = random.standard_t(4, size=ROUNDS) * noise / np.sqrt(2)
         own[1:] += 0.3 * own[:-1]
-        rounds = microseconds * np.exp(load + own)
-        p50, p95 = np.percentile(rounds, (50, 95))
-        return {"p50_us": p50, "p95_us": p95, "samples": ROUNDS, "rounds_us": rounds.tolist()}
+        return (microseconds * np.exp(load + own)).tolist()
 
     factors = dict.fromkeys(MICROSECONDS, 1.0) | (slower or {})
-    point = {
+    series = {name: factors[name] * value for name, value in MICROSECONDS.items()} | BASELINES
+    entry = {
         "batch": 5,
         "heads": 96,
         "keys": 256,
         "l2": "cold",
-        "mode": "solo",
         "variant": "any",
-        "stages": {name: times(factors[name] * value) for name, value in MICROSECONDS.items()},
-        "peers": [
-            {"name": "public peer", "kind": "public"} | times(17.0),
-            {"name": "Triton split-K", "kind": "own"} | times(10.7),
-            {"name": "absent", "kind": "public", "skipped": "not installed"},
-        ],
-        "floors": {"launch": times(1.2)},
+        "samples_us": {name: times(value) for name, value in series.items()},
     }
     device = {"name": "a GPU", "architecture": "sm_90"}
-    return {"schema": 1, "command": "checkpoint", "device": device, "geometry": {"heads": 96}, "points": [point]}
+    return {"schema": 1, "command": "checkpoint", "device": device, "geometry": {"heads": 96}, "distributions": [entry]}
+
+
+def samples(document: dict) -> dict[str, list[float]]:
+    return document["distributions"][0]["samples_us"]
+
+
+def drop_baselines(document: dict) -> None:
+    for name in BASELINES:
+        del samples(document)[name]
 
 
 def slower_stages(comparison: Comparison) -> set[str]:
@@ -88,18 +88,12 @@ def test_a_slowdown_of_two_percent_is_none() -> None:
 
 def test_a_slower_machine_is_no_slower_stage() -> None:
     base, new = measurement(1), measurement(2)
-
-    def scale(times: dict[str, Any]) -> None:
-        for key in ("p50_us", "p95_us", "rounds_us"):
-            times[key] = (1.5 * np.asarray(times[key])).tolist()
-
-    for times in [*new["points"][0]["stages"].values(), *new["points"][0]["peers"][:2]]:
-        scale(times)
-    scale(new["points"][0]["floors"]["launch"])
+    for name, rounds in samples(new).items():
+        samples(new)[name] = [1.5 * value for value in rounds]
     assert not slower_stages(compare(base, new))
     # Negative control: without baselines the same times are slower.
     for document in (base, new):
-        document["points"][0] |= {"peers": [], "floors": {}}
+        drop_baselines(document)
     comparison = compare(base, new)
     assert slower_stages(comparison) == set(MICROSECONDS)
     assert any("no baseline" in note for note in comparison.notes)
@@ -107,7 +101,7 @@ def test_a_slower_machine_is_no_slower_stage() -> None:
 
 def test_baselines_by_stage() -> None:
     baselines = {stage.stage: stage.baseline for stage in compare(measurement(1), measurement(2)).stages}
-    peer, floor = "peer Triton split-K", "floor launch"
+    peer, floor = "peer:triton_split_kv", "floor:launch"
     assert baselines == {"query_push": floor, "sparse_decode": peer, "merge": floor, "chain": peer}
 
 
@@ -115,31 +109,29 @@ def test_pairing_by_round_removes_what_a_round_shares() -> None:
     shaky = compare(measurement(1, drift=0.2), measurement(2, drift=0.2))
     assert max(stage.detectable for stage in shaky.stages) < 1.2
     for document in (base := measurement(1, drift=0.2), new := measurement(2, drift=0.2)):
-        document["points"][0] |= {"peers": [], "floors": {}}
+        drop_baselines(document)
     assert min(stage.detectable for stage in compare(base, new).stages) > 1.2
 
 
-def test_percentiles_stand_in_for_rounds() -> None:
-    def without_rounds(document: dict) -> dict:
-        point = document["points"][0]
-        for times in [*point["stages"].values(), *point["peers"], point["floors"]["launch"]]:
-            times.pop("rounds_us", None)
-        return document
+def run_document(seed: int, slower: dict[str, float] | None = None) -> dict:
+    """A run's document: percentiles of the same times."""
+    stages = {}
+    for name, rounds in samples(measurement(seed, slower, drift=0.0)).items():
+        p50, p95 = np.percentile(rounds, (50, 95))
+        stages[name] = {"p50_us": p50, "p95_us": p95, "p99_us": None, "samples": ROUNDS}
+    return {
+        "schema": 1,
+        "command": "run",
+        "device": {"name": "a CPU"},
+        "stages": {name: stages[name] for name in MICROSECONDS},
+    }
 
-    base = without_rounds(measurement(1, drift=0.0))
-    same = compare(base, without_rounds(measurement(2, drift=0.0)))
+
+def test_a_run_is_compared_by_its_percentiles() -> None:
+    same = compare(run_document(1), run_document(2))
     assert not slower_stages(same)
-    assert any("no rounds_us" in note for note in same.notes)
-    assert slower_stages(compare(base, without_rounds(measurement(2, {"merge": 1.2}, drift=0.0)))) == {"merge"}
-
-
-def test_a_run_without_points_is_compared_by_its_stages() -> None:
-    stages = measurement(1)["points"][0]["stages"]
-    run = {"schema": 1, "command": "run", "device": {"name": "a CPU"}, "stages": stages}
-    slow = copy.deepcopy(run)
-    slow["stages"]["merge"]["rounds_us"] = [1.4 * value for value in stages["merge"]["rounds_us"]]
-    assert not slower_stages(compare(run, run))
-    assert slower_stages(compare(run, slow)) == {"merge"}
+    assert any("from percentiles" in note for note in same.notes)
+    assert slower_stages(compare(run_document(1), run_document(2, {"merge": 1.3}))) == {"merge"}
 
 
 @pytest.mark.parametrize(
@@ -166,26 +158,25 @@ def other_geometry(document: dict) -> None:
     document["geometry"]["heads"] = 64
 
 
-def no_point(document: dict) -> None:
-    document["points"][0]["batch"] = 1
+def other_point(document: dict) -> None:
+    document["distributions"][0]["batch"] = 1
 
 
 def no_stage(document: dict) -> None:
-    del document["points"][0]["stages"]["merge"]
+    del samples(document)["merge"]
 
 
 def few_rounds(document: dict) -> None:
-    point = document["points"][0]
-    for times in [*point["stages"].values(), *point["peers"][:2], point["floors"]["launch"]]:
-        times["rounds_us"] = times["rounds_us"][:3]
+    for rounds in samples(document).values():
+        del rounds[3:]
 
 
 def uneven_rounds(document: dict) -> None:
-    document["points"][0]["stages"]["merge"]["rounds_us"].pop()
+    samples(document)["merge"].pop()
 
 
 def negative(document: dict) -> None:
-    document["points"][0]["stages"]["merge"]["p50_us"] = -1.0
+    samples(document)["merge"][7] = -1.0
 
 
 @pytest.mark.parametrize(
@@ -193,17 +184,17 @@ def negative(document: dict) -> None:
     [
         (lambda document: document.update(schema=2), "schema = 2"),
         (lambda document: document.update(command="run"), "command: 'checkpoint' in base, 'run' in new"),
-        (lambda document: document.update(points=[]), "points: must not be empty"),
-        (lambda document: document["points"].append(document["points"][0]), "is there twice"),
+        (lambda document: document.pop("distributions"), "batch=5 heads=96 keys=256 l2=cold is missing in new"),
+        (lambda document: document["distributions"].append(document["distributions"][0]), "is there twice in new"),
         (lambda document: document.update(verified=False), "verified = false in new"),
         (lambda document: document.pop("device"), "device = "),
         (other_device, "device.name: 'a GPU' in base, 'another GPU' in new"),
         (other_geometry, "geometry.heads: 96 in base, 64 in new"),
-        (no_point, "batch=5 heads=96 keys=256 l2=cold mode=solo is missing in new"),
-        (no_stage, "stages.merge has no times in new"),
-        (few_rounds, "query_push: rounds_us has 3 rounds; at least 10 are needed"),
-        (uneven_rounds, "merge: rounds_us has 39 rounds, its baseline 40"),
-        (negative, "points.0.stages.merge.p50_us = -1.0"),
+        (other_point, "batch=5 heads=96 keys=256 l2=cold is missing in new"),
+        (no_stage, "samples_us.merge is missing in new"),
+        (few_rounds, "samples_us.query_push in new has 3 rounds; at least 10 are needed"),
+        (uneven_rounds, "samples_us.merge in new has 39 rounds, floor:launch 40"),
+        (negative, "distributions.0.samples_us.merge.7 = -1.0"),
     ],
 )
 def test_incomparable_inputs_name_the_field(change: Callable[[dict], object], message: str) -> None:

@@ -21,9 +21,9 @@ from typing import Literal
 import numpy as np
 
 from dcp_decode.regression.documents import (
+    Distribution,
     Document,
     IncomparableInputs,
-    Point,
     Statistics,
     read_document,
     validate,
@@ -39,7 +39,7 @@ from dcp_decode.regression.interval import (
 
 CONFIDENCE = 0.99
 DEFAULT_LIMIT = 1.05
-LAUNCH_FLOOR = "floor launch"
+LAUNCH_FLOOR = "floor:launch"
 PEER_STAGES = frozenset({"sparse_decode", "chain"})
 PEER_PACKAGES = ("triton", "torch", "numpy")  # another version of these is another baseline
 
@@ -94,11 +94,9 @@ def compare_documents(base: Document, new: Document, limit: float, confidence: f
         for package in PEER_PACKAGES
         if package in base.versions.keys() & new.versions.keys() and base.versions[package] != new.versions[package]
     ]
-    base_points, new_points = base.measured(), new.measured()
-    notes += [f"{name}: only in new" for name in new_points.keys() - base_points.keys()]
-    pairs = list(_pairs(base_points, new_points, notes))
+    pairs = list(_pairs(base, new, notes))
     if not pairs:
-        raise IncomparableInputs("points: no stage has times in base")
+        raise IncomparableInputs("neither distributions nor stages with times in base")
     each = 1 - (1 - confidence) / len(pairs)
     stages = tuple(_judge(pair, limit, each) for pair in pairs)
     return Comparison(limit, confidence, stages, tuple(dict.fromkeys(notes)))
@@ -141,73 +139,86 @@ def _require_same_setting(base: Document, new: Document) -> None:
             raise IncomparableInputs(f"{field}: {in_base!r} in base, {in_new!r} in new; must be equal")
 
 
-def _pairs(base: Mapping[str, Point], new: Mapping[str, Point], notes: list[str]) -> Iterator[_Pair]:
-    for name, old_point in base.items():
+def _pairs(base: Document, new: Document, notes: list[str]) -> Iterator[_Pair]:
+    if base.distributions:
+        return _pairs_of_rounds(_by_name(base, "base"), _by_name(new, "new"), notes)
+    return _pairs_of_percentiles(base.stages or {}, new.stages or {}, notes)
+
+
+def _by_name(document: Document, which: str) -> dict[str, Distribution]:
+    named = {entry.name: entry for entry in document.distributions}
+    if len(named) < len(document.distributions):
+        names = [entry.name for entry in document.distributions]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise IncomparableInputs(f"distributions: {twice} is there twice in {which}")
+    return named
+
+
+def _pairs_of_rounds(
+    base: Mapping[str, Distribution], new: Mapping[str, Distribution], notes: list[str]
+) -> Iterator[_Pair]:
+    notes += [f"{name}: only in new" for name in new.keys() - base.keys()]
+    for name, in_base in base.items():
         if name not in new:
-            raise IncomparableInputs(f"points: {name} is missing in new")
-        new_point = new[name]
-        for stage, old_times in old_point.stages.items():
-            if old_times.p50_us is None:
-                continue
-            new_times = new_point.stages.get(stage)
-            if new_times is None or new_times.p50_us is None:
-                raise IncomparableInputs(f"points: {name}: stages.{stage} has no times in new")
-            baseline = _baseline(stage, old_point, new_point)
+            raise IncomparableInputs(f"distributions: {name} is missing in new")
+        in_new = new[name]
+        for stage in in_base.stages:
+            if stage not in in_new.stages:
+                raise IncomparableInputs(f"distributions: {name}: samples_us.{stage} is missing in new")
+            baseline = _baseline(stage, [series for series in in_base.baselines if series in in_new.baselines])
             if baseline is None:
                 notes.append(f"{name}: {stage} has no baseline in both documents: absolute times")
-            if not (old_times.rounds_us and new_times.rounds_us):
-                notes.append(f"{name}: {stage} has no rounds_us: interval from percentiles, as if independent")
-            where = f"{name}: {stage}"
-            yield _Pair(
-                name,
-                stage,
-                baseline,
-                _estimate(old_times, _baselines(old_point).get(baseline), f"base: {where}"),
-                _estimate(new_times, _baselines(new_point).get(baseline), f"new: {where}"),
+            old, latest = (
+                estimate_rounds(_rounds(entry, stage, baseline, which))
+                for entry, which in ((in_base, "base"), (in_new, "new"))
             )
+            yield _Pair(name, stage, baseline, old, latest)
 
 
-def _baselines(point: Point) -> dict[str | None, Statistics]:
-    """Everything of a point that was timed beside the stages, by a name that tells peers and floors apart."""
-    timed: dict[str | None, Statistics] = {
-        f"peer {peer.name}": peer for peer in point.peers if not peer.skipped and peer.p50_us is not None
-    }
-    return timed | {f"floor {name}": floor for name, floor in point.floors.items() if floor.p50_us is not None}
-
-
-def _baseline(stage: str, base: Point, new: Point) -> str | None:
-    """The name of what a stage is divided by: timed in both documents, or None."""
-    common = [name for name in _baselines(base) if name in _baselines(new) and name is not None]
-    peers = sorted((name for name in common if name.startswith("peer ")), key=lambda name: "triton" not in name.lower())
+def _baseline(stage: str, common: list[str]) -> str | None:
+    """The series that a stage is divided by, of those in both documents; None if there is none."""
+    peers = sorted((name for name in common if name.startswith("peer:")), key=lambda name: "triton" not in name.lower())
     launch = [LAUNCH_FLOOR] if LAUNCH_FLOOR in common else []
     wanted = peers[:1] + launch if stage in PEER_STAGES else launch + peers[:1]
     return wanted[0] if wanted else None
 
 
-def _estimate(times: Statistics, baseline: Statistics | None, where: str) -> Estimate:
-    rounds = times.rounds_us
-    if baseline is None:
-        return estimate_rounds(_enough(rounds, where)) if rounds else _from_percentiles(times, where)
-    if rounds and baseline.rounds_us:
-        if len(rounds) != len(baseline.rounds_us):
-            raise IncomparableInputs(
-                f"{where}: rounds_us has {len(rounds)} rounds, its baseline {len(baseline.rounds_us)}; must be equal"
-            )
-        return estimate_rounds(np.divide(_enough(rounds, where), baseline.rounds_us))
-    return _from_percentiles(times, where).over(_from_percentiles(baseline, f"{where}: baseline"))
-
-
-def _enough(rounds: tuple[float, ...], where: str) -> tuple[float, ...]:
+def _rounds(entry: Distribution, stage: str, baseline: str | None, which: str) -> np.ndarray:
+    """A stage's time over its baseline's, one a round."""
+    rounds = entry.samples_us[stage]
+    where = f"distributions: {entry.name}: samples_us.{stage} in {which}"
     if len(rounds) < LEAST_ROUNDS:
-        raise IncomparableInputs(f"{where}: rounds_us has {len(rounds)} rounds; at least {LEAST_ROUNDS} are needed")
-    return rounds
+        raise IncomparableInputs(f"{where} has {len(rounds)} rounds; at least {LEAST_ROUNDS} are needed")
+    if baseline is None:
+        return np.array(rounds)
+    if len(rounds) != len(entry.samples_us[baseline]):
+        raise IncomparableInputs(
+            f"{where} has {len(rounds)} rounds, {baseline} {len(entry.samples_us[baseline])}; must be equal"
+        )
+    return np.divide(rounds, entry.samples_us[baseline])
+
+
+def _pairs_of_percentiles(
+    base: Mapping[str, Statistics], new: Mapping[str, Statistics], notes: list[str]
+) -> Iterator[_Pair]:
+    notes.append("no distributions in base: absolute times, and their error from percentiles as if independent")
+    for stage, in_base in base.items():
+        if in_base.p50_us is None:
+            continue
+        in_new = new.get(stage)
+        if in_new is None or in_new.p50_us is None:
+            raise IncomparableInputs(f"stages.{stage} has no times in new")
+        estimates = (
+            _from_percentiles(in_base, f"stages.{stage} in base"),
+            _from_percentiles(in_new, f"stages.{stage} in new"),
+        )
+        yield _Pair("run", stage, None, *estimates)
 
 
 def _from_percentiles(times: Statistics, where: str) -> Estimate:
     p50, p95, samples = times.p50_us, times.p95_us, times.samples
     if p50 is None or p95 is None or samples is None or samples < LEAST_ROUNDS:
         raise IncomparableInputs(
-            f"{where}: without rounds_us it needs p50_us, p95_us and at least {LEAST_ROUNDS} samples, "
-            f"but has {p50}, {p95}, {samples}"
+            f"{where} needs p50_us, p95_us and at least {LEAST_ROUNDS} samples, but has {p50}, {p95}, {samples}"
         )
     return estimate_percentiles(p50, p95, samples)

@@ -1,4 +1,11 @@
-"""What the regression gate reads of a results document (contract section 7), validated; everything else is ignored."""
+"""What the regression gate reads of a results document (contract section 7), validated; everything else is ignored.
+
+A checkpoint's `distributions` hold the samples themselves, all series of an entry measured in the same rounds:
+
+    {"batch": 5, ..., "samples_us": {"merge": [...], "peer:triton_split_kv": [...], "floor:launch": [...]}}
+
+A run has `stages` with percentiles only.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +25,17 @@ class IncomparableInputs(DcpDecodeError):
 
 
 class Statistics(BaseModel):
-    """Times of one stage, peer or floor. rounds_us: a median a round, interleaved with all others of its point."""
+    """Percentiles of a run's stage; null where it was never measured."""
 
     model_config = ConfigDict(frozen=True)
 
-    p50_us: Microseconds | None = None  # null: never measured
+    p50_us: Microseconds | None = None
     p95_us: Microseconds | None = None
     samples: Annotated[int, Field(ge=0)] | None = None
-    rounds_us: tuple[Microseconds, ...] = ()
 
 
-class Peer(Statistics):
-    """Another implementation, timed at the same point."""
-
-    name: str
-    skipped: Any = None  # why it was not timed
-
-
-class Point(BaseModel):
-    """One measured point of a checkpoint."""
+class Distribution(BaseModel):
+    """The samples of one measured point: series by name, sample i of each from the same round."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -46,16 +45,22 @@ class Point(BaseModel):
     l2: str | None = None
     mode: str | None = None
     route: str | None = None
-    stages: dict[str, Statistics]
-    peers: tuple[Peer, ...] = ()
-    floors: dict[str, Statistics] = {}
+    samples_us: dict[str, tuple[Microseconds, ...]]
 
     @property
     def name(self) -> str:
-        """What was measured, as far as the document says: the same in both documents."""
-        keys = ("batch", "heads", "keys", "l2", "mode", "route")
-        given = {key: getattr(self, key) for key in keys}
-        return " ".join(f"{key}={value}" for key, value in given.items() if value is not None) or "run"
+        """What was measured; the variant is left out, since the best one may change."""
+        given = self.model_dump(exclude={"samples_us"}, exclude_none=True)
+        return " ".join(f"{key}={value}" for key, value in given.items()) or "point"
+
+    @property
+    def stages(self) -> list[str]:
+        return [name for name in self.samples_us if ":" not in name]
+
+    @property
+    def baselines(self) -> list[str]:
+        """Series of peers and floors."""
+        return [name for name in self.samples_us if ":" in name]
 
 
 class Device(BaseModel):
@@ -68,7 +73,7 @@ class Device(BaseModel):
 
 
 class Document(BaseModel):
-    """One results document; `points` of a checkpoint, or `stages` of a run."""
+    """One results document."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -80,21 +85,8 @@ class Document(BaseModel):
     geometry: dict[str, Any] | None = None
     verified: bool | None = None
     versions: dict[str, str] = {}
-    points: tuple[Point, ...] | None = None
+    distributions: tuple[Distribution, ...] = ()
     stages: dict[str, Statistics] | None = None
-
-    def measured(self) -> dict[str, Point]:
-        """The points by name; a run is one point without a name of its own. Raises IncomparableInputs."""
-        points = self.points
-        if points is None and self.stages is not None:
-            points = (Point(stages=self.stages),)
-        if not points:
-            raise IncomparableInputs("points: must not be empty, and there are no stages either")
-        named = {point.name: point for point in points}
-        if len(named) < len(points):
-            twice = next(name for name in named if sum(point.name == name for point in points) > 1)
-            raise IncomparableInputs(f"points: {twice} is there twice")
-        return named
 
 
 def read_document(path: Path) -> Document:

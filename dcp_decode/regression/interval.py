@@ -7,7 +7,7 @@
 * Rounds are interleaved, so what changes slowly (clocks, heat, a busy neighbour) hits stage and baseline alike; what is
   left of it makes neighbouring rounds alike, so whole blocks of rounds are drawn again, not single ones.
 * The bootstrap is seeded: the same two documents always get the same verdict.
-* Documents without rounds have percentiles only. Their error comes from p95 / p50 as if samples were independent and
+* A document of a run has percentiles only. Their error comes from p95 / p50 as if samples were independent and
   log-normal: weak, and said so in the notes.
 
 Measured on simulated checkpoints (100 pairs, 4 points of 4 stages, 40 rounds, heavy-tailed noise of 2 %, a common
