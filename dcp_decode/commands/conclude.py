@@ -20,5 +20,8 @@ def conclude(folder: Path) -> int:
     except OSError as error:
         raise UnsupportedEnvironment(f"no plan of a run in {folder} ({error.strerror})") from None
     conclusion = results.conclude(plan, records.read_records(folder))
-    presentation.publish(conclusion, plan)
+    if plan.command != "doctor":
+        presentation.publish(conclusion, plan)
+    elif conclusion.error is not None:  # what the doctor found is shown already
+        click.echo(f"error: {conclusion.error}", err=True)
     return conclusion.exit_code
