@@ -34,6 +34,7 @@ class RankReport:
     each. acceptance: entry a counts the turns that kept a drafts. keys_per_row: smallest, median and largest count of
     selected keys a row and rank. stages: name -> {p50_us, p95_us, p99_us, samples}, maximum over ranks per iteration;
     stage_clock: how they were timed. fabric_reason: why that fabric. execution: how a GPU ran the steps, None on a CPU.
+    measurements: further keys of the document, such as a checkpoint's points.
     """
 
     fabric: str
@@ -54,6 +55,7 @@ class RankReport:
     stage_clock: str = ""
     fabric_reason: str = ""
     execution: dict[str, Any] | None = None
+    measurements: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
