@@ -53,13 +53,18 @@ class ModelSection(Section):
 
 
 class ParallelSection(Section):
-    """How many ranks, where they run and how they exchange partial results."""
+    """How many ranks, where they run and how they exchange partial results.
+
+    kernels: the folder of an ahead-of-time build for runs on a GPU; None: compiled when first needed.
+    """
 
     dcp: Whole = 8
     interleave: Whole = 1
     fabric: Literal["auto", "shm", "loopback", "nvshmem", "symm_mem"] = "auto"
     route: Literal["push", "local"] = "push"
     device: Literal["auto", "cpu", "cuda"] = "cpu"
+    kernels: Path | None = None
+    execution: Literal["graph", "eager"] = "graph"
 
 
 class MailboxSection(Section):
@@ -166,7 +171,7 @@ class RunConfig(Section):
 def load_config(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> RunConfig:
     """Read and validate a config file (None: the embedded default), with overrides by dotted key ("model.layers").
 
-    A relative trace path of the file is resolved against the file's folder, one of an override against the working
+    A relative path in the file is resolved against the file's folder, one of an override against the working
     directory. Raises ConfigError, also for a missing file or a TOML syntax error.
     """
     document = {} if path is None else _read_toml(path)
@@ -198,9 +203,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("config", str(path), f"must be valid TOML: {' '.join(str(error).split())}") from None
-    workload = document.get("workload")
-    if isinstance(workload, dict) and isinstance(workload.get("trace"), str):
-        workload["trace"] = str((path.parent / workload["trace"]).resolve())
+    for section, name in (("workload", "trace"), ("parallel", "kernels")):
+        table = document.get(section)
+        if isinstance(table, dict) and isinstance(table.get(name), str):
+            table[name] = str((path.parent / table[name]).resolve())
     return document
 
 

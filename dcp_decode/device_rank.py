@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dcp_decode.kernels.stages import GpuStages
 
 PADDING = -1  # position of a row of padding
+NEEDLE_ROWS = 2  # of the needle test before a run, as far as the mailbox has rows
 PREFILL_ROWS = 1 << 16  # rows made at once: 290 MB of intermediates
 
 
@@ -72,6 +73,13 @@ def step_shape(rows: tuple[VerifyRow, ...], rows_a_request: int, geometry: Geome
     return StepShape(fitting, rows_a_request, _power_of_two(cache.pages_needed(longest, geometry)))
 
 
+def step_batches(rows_a_request: int, geometry: Geometry) -> tuple[int, ...]:
+    """Every B that a run launches kernels for, ascending: of its steps' shapes, and of its needle test."""
+    most = geometry.capacity // rows_a_request
+    steps = {min(_power_of_two(requests), most) * rows_a_request for requests in range(1, most + 1)}
+    return tuple(sorted(steps | {min(NEEDLE_ROWS, geometry.capacity)}))
+
+
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
@@ -82,12 +90,11 @@ def write_integers(
     """Fill the step's integers (int64 [shape.integers]). tables: int64 page table of each request of the rows."""
     columns = integers[: 4 * shape.rows].reshape(4, shape.rows)
     columns[1, len(rows) :] = PADDING
-    requests = list(dict.fromkeys(row.request for row in rows))
     columns[:3, : len(rows)] = np.array([(row.request, row.position, row.salt) for row in rows]).T
-    columns[3, : len(rows)] = np.repeat(np.arange(len(requests)), shape.rows_a_request)
+    columns[3] = np.arange(shape.rows) // shape.rows_a_request
     pages = integers[4 * shape.rows :].reshape(shape.requests, shape.pages)
-    for turn, request in enumerate(requests):
-        table = tables[request][: shape.pages]
+    for turn, row in enumerate(rows[:: shape.rows_a_request]):
+        table = tables[row.request][: shape.pages]
         pages[turn, : len(table)] = table
 
 

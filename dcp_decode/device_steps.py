@@ -1,18 +1,18 @@
-"""Runs verify steps on a device: one copy of integers to it, one graph launch, one read of the results.
+"""Runs verify steps on a device: one graph launch a step, and one wait for its results.
 
     shape new      eager: compile kernels, every rank's stage before any rank's next, with a barrier between processes
     second use     captured as a CUDA graph, then replayed
     from then on   replayed
 
 A shape's eager steps and its graph run the same code on the same buffers, so they leave the same bits in any order;
-generations come from counters in device memory. A step is one CUDA graph: all layers of all local ranks.
+generations come from counters in device memory. A step is one CUDA graph: the copies to and from the host, and all
+layers of all local ranks.
 
-* Results go to buffers of the shape: merged rows, counts, selected positions, and one word a rank that is not 0 when a
-  wait of it has expired. Only the merged rows, counts and words are read back after every step.
 * **Lockstep.** Ranks in several processes on one device are time-sliced: one that spins keeps its producer away for a
   whole slice. They run eagerly and meet at a control-plane barrier after every stage that pushes. So does the first
   step of a shape everywhere: it loads modules, which may take longer than a mailbox deadline.
-* `expired` is looked at after every step, replays included: `MailboxTimeout` then names who waited for whom.
+* `expired` is looked at after every step, replays included: `MailboxTimeout` then names who waited for whom. While the
+  host waits for a step it looks for peers that have died, and names them before a deadline passes.
 """
 
 from __future__ import annotations
@@ -25,57 +25,59 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from dcp_decode import numerics
 from dcp_decode.control.plane import ControlPlane
-from dcp_decode.device_rank import DeviceBatch, DeviceRank, StepShape, step_shape, write_integers
+from dcp_decode.device_buffers import StepBuffers
+from dcp_decode.device_rank import NEEDLE_ROWS, DeviceBatch, DeviceRank, StepShape, step_shape
+from dcp_decode.device_timing import StageClock
 from dcp_decode.errors import RankDied, WrongResult
 from dcp_decode.mailbox import Mailbox
 from dcp_decode.service import RequestState
-from dcp_decode.step import Batch, BeforeStage, LayerResult, verify_layer
+from dcp_decode.step import AfterStage, Batch, BeforeStage, LayerResult, verify_layer
 from dcp_decode.verification import check_needle_group
-from dcp_decode.waits import MailboxTimeout, read_record
+from dcp_decode.waits import MailboxTimeout, Wait, read_record
 from dcp_decode.workload import Workload
 
 PUSHES = frozenset({"select_push", "query_push", "sparse_decode_push", "value_push"})
+POLL_SECONDS = 20e-6  # between two looks at a step that has not ended: well below a step's milliseconds
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """How steps may run on a GPU. may_replay: False for a step's number makes it eager.
+
+    lockstep: ranks of other processes share this device; None: as the placement of the run finds it.
+    """
+
+    may_replay: Callable[[int], bool] = lambda step: True
+    lockstep: bool | None = None
+
+
+AS_PLACED = StepPolicy()
 
 
 @dataclass
 class StepStatistics:
-    """How the steps ran. host_seconds: of each replay, from the plan to the launched graph. notes: one line a shape."""
+    """How the steps of a process ran.
+
+    host_seconds: of each replay, from the plan to the launched graph. notes: one line a shape, and what else decided.
+    bytes_in_use: of the whole device, after the newest capture and at the end (0 on a CPU).
+    """
 
     replays: int = 0
     eager_steps: int = 0
     captures: int = 0
     host_seconds: list[float] = field(default_factory=list)
+    bytes_after_capture: int = 0
+    bytes_at_end: int = 0
     notes: list[str] = field(default_factory=list)
 
 
-class _ShapeBuffers:
-    """Inputs and outputs of one shape, at fixed addresses, and its graph once it is captured."""
+@dataclass(frozen=True)
+class StageTimes:
+    """Stage times of a rank after a run: (rank, a time for each of `step.TIMED`) an iteration, and how they came."""
 
-    def __init__(self, shape: StepShape, ranks: list[DeviceRank], layers: int) -> None:
-        geometry, device = ranks[0].geometry, ranks[0].device
-        on_gpu = device.type == "cuda"
-        self.shape = shape
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.uses = 0
-        self.host_integers = torch.zeros(shape.integers, dtype=torch.int64, pin_memory=on_gpu)
-        self.integers = torch.zeros(shape.integers, dtype=torch.int64, device=device)
-        lead = (layers, len(ranks), shape.rows)
-        rows = (*lead, geometry.owner_heads, numerics.LATENT_DIM)
-        self.merged = torch.zeros(rows, dtype=torch.bfloat16, device=device)
-        self.valid = torch.zeros(lead, dtype=torch.int32, device=device)
-        self.positions = torch.zeros((*lead, geometry.topk), dtype=torch.int32, device=device)
-        self.expired = torch.zeros(len(ranks), dtype=torch.int32, device=device)
-        self.host_merged = torch.zeros(rows, dtype=torch.bfloat16, pin_memory=on_gpu)
-        self.host_valid = torch.zeros(lead, dtype=torch.int32, pin_memory=on_gpu)
-        self.host_expired = torch.zeros(len(ranks), dtype=torch.int32, pin_memory=on_gpu)
-
-    def read(self) -> None:
-        """Copy what every step reads to the host, without waiting for it."""
-        self.host_merged.copy_(self.merged, non_blocking=True)
-        self.host_valid.copy_(self.valid, non_blocking=True)
-        self.host_expired.copy_(self.expired, non_blocking=True)
+    seconds: list[tuple[int, tuple[float, ...]]]
+    clock: str
 
 
 class DeviceSteps:
@@ -113,11 +115,14 @@ class DeviceSteps:
         self.statistics = StepStatistics()
         first = ranks[0].rank * self.geometry.owner_heads
         self._heads = range(first, first + len(ranks) * self.geometry.owner_heads)
-        self._shapes: dict[StepShape, _ShapeBuffers] = {}
+        self._shapes: dict[StepShape, StepBuffers] = {}
+        self._newest: StepBuffers | None = None
         self._tables: dict[int, np.ndarray] = {}
         self._on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        if lockstep:
+            self.statistics.notes.append("ranks share this device: every step runs eagerly, stage by stage")
 
     def prefill(self, request: RequestState) -> None:
         """Write a request's prompt into all layers of all local ranks' caches."""
@@ -131,7 +136,7 @@ class DeviceSteps:
 
     def check_needle(self, seed: int) -> None:
         """`verification.check_needle_group` on the local ranks. Raises WrongResult, MailboxTimeout or RankDied."""
-        rows = min(2, self.geometry.capacity)
+        rows = min(NEEDLE_ROWS, self.geometry.capacity)
         group = [rank.stages for rank in self.ranks]
         for stages in group:
             stages.prepare(rows)
@@ -151,25 +156,58 @@ class DeviceSteps:
         """
         started = time.perf_counter()
         buffers = self._buffers(step_shape(batch.rows, self.rows_a_request, self.geometry))
-        write_integers(buffers.shape, batch.rows, self._tables, buffers.host_integers.numpy())
-        replay = self._on_gpu and not self.lockstep and self.before_stage is None and self.may_replay(step)
-        if replay and buffers.uses and buffers.graph is None:
+        buffers.write(batch, self._tables)
+        replay = self._replays and self.may_replay(step) and buffers.uses > 0
+        if replay and buffers.graph is None:
             self._capture(buffers)
             started = time.perf_counter()
         with self._on_stream():
-            buffers.integers.copy_(buffers.host_integers, non_blocking=True)
             if replay and buffers.graph is not None:
                 buffers.graph.replay()
                 self.statistics.replays += 1
                 self.statistics.host_seconds.append(time.perf_counter() - started)
             else:
-                self._enqueue(buffers, lockstep=self.lockstep or not buffers.uses)
+                lockstep = self.lockstep or not buffers.uses
+                self._enqueue(buffers, self.before_stage, self.synchronize_ranks if lockstep else None)
                 self.statistics.eager_steps += 1
-            buffers.read()
         self._synchronize()
         buffers.uses += 1
-        self._refuse_expired(bool(buffers.host_expired.any()))
-        return self._results(buffers, batch, verified)
+        self._newest = buffers
+        self._refuse_expired(buffers.any_expired)
+        return buffers.results(batch, verified)
+
+    def measure_stages(self, replays: int) -> StageTimes | None:
+        """Times of the newest step's stages, from replays of it after the run; None where no graph may run.
+
+        The step is repeated as it was: it appends the same tokens again. Raises as `run`.
+        """
+        buffers = self._newest
+        if buffers is None or not self._replays:
+            return None
+        clock, graph = StageClock(), torch.cuda.CUDAGraph()
+        with self._capturing(graph):
+            clock.begin()
+            self._enqueue(buffers, clock.before_stage, clock.after_stage)
+        self.control.barrier("graph of the stage times")
+        seconds, empty = [], []
+        for turn in range(replays + 1):
+            with self._on_stream():
+                graph.replay()
+            self._synchronize()
+            self._refuse_expired(buffers.any_expired)
+            if turn:  # the first replay uploads the graph
+                seconds += clock.seconds()
+                empty.append(clock.empty_seconds())
+        return StageTimes(
+            seconds,
+            f"event nodes in a graph of the last step ({buffers.shape}), replayed {replays} times after the run; "
+            f"nothing between two events takes {np.median(empty) * 1e6:.2f} us",
+        )
+
+    def close(self) -> StepStatistics:
+        """The statistics of all steps."""
+        self.statistics.bytes_at_end = self._bytes_in_use()
+        return self.statistics
 
     def synchronize_ranks(self, name: str) -> None:
         """After a stage that pushes: no rank goes on before every process's kernels have ended."""
@@ -177,65 +215,67 @@ class DeviceSteps:
             self._synchronize()
             self.control.barrier(f"{name} on a shared device")
 
-    def _buffers(self, shape: StepShape) -> _ShapeBuffers:
+    @property
+    def _replays(self) -> bool:
+        """Whether a step may be a graph at all."""
+        return self._on_gpu and not self.lockstep and self.before_stage is None
+
+    def _buffers(self, shape: StepShape) -> StepBuffers:
         if shape not in self._shapes:
             for rank in self.ranks:
                 rank.stages.prepare(shape.rows)
-            self._shapes[shape] = _ShapeBuffers(shape, self.ranks, self.layers)
+            numbers = [rank.rank for rank in self.ranks]
+            self._shapes[shape] = StepBuffers(shape, self.geometry, self.layers, numbers, self.device)
             self.statistics.notes.append(f"{shape}: not captured yet, so its first step ran eagerly")
             # Compilation takes longer than a mailbox deadline.
             self.control.barrier(f"kernels for {shape}")
         return self._shapes[shape]
 
-    def _enqueue(self, buffers: _ShapeBuffers, lockstep: bool) -> None:
+    def _enqueue(self, buffers: StepBuffers, before_stage: BeforeStage | None, after_stage: AfterStage | None) -> None:
         """All stages of all layers of all local ranks: eager, or into the graph that is being captured."""
+        buffers.load()
         batch = DeviceBatch(buffers.shape, buffers.integers, self.workload, self.layers, self._heads)
         for rank in self.ranks:
             rank.begin(batch)
-        after_stage = self.synchronize_ranks if lockstep else None
         for layer in range(self.layers):
-            runs = verify_layer(self.ranks, layer, batch, self.route, self.before_stage, after_stage)
+            runs = verify_layer(self.ranks, layer, batch, self.route, before_stage, after_stage)
             for index, run in enumerate(runs):
-                buffers.merged[layer, index].copy_(run.merged)
-                buffers.valid[layer, index].copy_(run.selection.valid)
-                buffers.positions[layer, index].copy_(run.selection.positions)
-        for index, mailbox in enumerate(self._mailboxes):
-            buffers.expired[index].copy_(mailbox.abort_word)
+                buffers.keep(layer, index, run)
+        buffers.read(self._mailboxes)
 
-    def _capture(self, buffers: _ShapeBuffers) -> None:
+    def _capture(self, buffers: StepBuffers) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            self._enqueue(buffers, lockstep=False)
+        with self._capturing(graph):
+            self._enqueue(buffers, None, None)
         buffers.graph = graph
         self.statistics.captures += 1
+        self.statistics.bytes_after_capture = self._bytes_in_use()
         self.control.barrier(f"graph of {buffers.shape}")
+
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
 
     def _refuse_expired(self, expired: bool) -> None:
         if not expired:
             return
-        waits = [wait for wait in map(read_record, self._mailboxes) if wait is not None]
-        dead = self.control.dead_peers(at_once=True)
-        if dead:
-            names = ", ".join(f"rank {rank} {how}" for rank, how in sorted(dead.items()))
-            raise RankDied("; ".join([names, *map(str, waits)]), [wait.as_dict() for wait in waits])
-        raise MailboxTimeout(waits, self.deadline_seconds)
+        self._refuse_dead_peers(at_once=True)
+        raise MailboxTimeout(self._expired_waits(), self.deadline_seconds)
 
-    def _results(self, buffers: _ShapeBuffers, batch: Batch, verified: bool) -> list[LayerResult]:
-        count = len(batch.rows)
-        kept = buffers.positions if verified else buffers.positions[..., :0]
-        positions = kept.cpu().to(torch.int64)
-        return [
-            LayerResult(
-                rank.rank,
-                layer,
-                batch,
-                buffers.host_merged[layer, index, :count],
-                buffers.host_valid[layer, index, :count],
-                positions[layer, index, :count],
-            )
-            for layer in range(self.layers)
-            for index, rank in enumerate(self.ranks)
+    def _refuse_dead_peers(self, at_once: bool = False) -> None:
+        dead = self.control.dead_peers(at_once)
+        if not dead:
+            return
+        names = ", ".join(f"rank {rank} {how}" for rank, how in sorted(dead.items()))
+        waits = self._expired_waits()
+        records = [wait.as_dict() for wait in waits] or [
+            {"stage": "verify step", "waiting_rank": rank.rank, "source_rank": source}
+            for rank in self.ranks
+            for source in dead
         ]
+        raise RankDied("; ".join([names, *map(str, waits)]), records)
+
+    def _expired_waits(self) -> list[Wait]:
+        return [wait for wait in map(read_record, self._mailboxes) if wait is not None]
 
     @property
     def _mailboxes(self) -> list[Mailbox]:
@@ -245,5 +285,16 @@ class DeviceSteps:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+        """Wait for what was launched. Raises RankDied as soon as a peer has died: the step can't end well then."""
+        if self._stream is None:
+            return
+        # Polled, because a blocking call would keep signals, and the death of a peer, waiting for the step's deadlines.
+        while not self._stream.query():
+            self._refuse_dead_peers()
+            time.sleep(POLL_SECONDS)
+
+    def _bytes_in_use(self) -> int:
+        if not self._on_gpu:
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free

@@ -80,6 +80,7 @@ def _table(document: Mapping[str, Any]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     requests = document["requests"]
+    table.add_row("fabric", f"{document['fabric']} ({document['fabric_reason']})")
     table.add_row("requests", ", ".join(f"{count} {state}" for state, count in requests.items()))
     for refusal in document["refusals"]:
         table.add_row("refused", refusal)
@@ -88,11 +89,25 @@ def _table(document: Mapping[str, Any]) -> Table:
     if document["keys_per_row"] is not None:
         smallest, median, largest = document["keys_per_row"]
         table.add_row("keys a row and rank", f"min {smallest}, median {median:g}, max {largest}")
+    if document["execution"] is not None:
+        table.add_row("replayed steps", _execution(document["execution"]))
     for stage, times in document["stages"].items():
-        table.add_row(stage.replace("_", " "), f"p50 {times['p50_us']:.0f} us, p95 {times['p95_us']:.0f} us")
+        table.add_row(stage.replace("_", " "), _times(times))
     table.add_row("verified", _verdict(document))
     table.add_row("digest", document["digest"])
     return table
+
+
+def _times(times: Mapping[str, float]) -> str:
+    if not times["samples"]:
+        return "not timed"
+    return f"p50 {times['p50_us']:.3g} us, p95 {times['p95_us']:.3g} us"
+
+
+def _execution(execution: Mapping[str, Any]) -> str:
+    steps = execution["replays"] + execution["eager_steps"]
+    replayed = f"{execution['replays']} of {steps}"
+    return f"{replayed}, host work {_times(execution['host_work'])}" if execution["replays"] else replayed
 
 
 def _acceptance(histogram: list[int]) -> str:

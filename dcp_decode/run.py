@@ -9,9 +9,8 @@ barrier after host work of unbounded length (prefill, verification), so that a m
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,21 +19,24 @@ from dcp_decode.cache import FlatCache, PagePool
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.cpu.stages import CpuStages
-from dcp_decode.device_rank import DeviceRank
-from dcp_decode.device_steps import DeviceSteps
+from dcp_decode.device_rank import DeviceRank, step_batches
+from dcp_decode.device_steps import AS_PLACED, DeviceSteps, StepPolicy
 from dcp_decode.errors import ConfigError
 from dcp_decode.fabric.memory import Fabric
 from dcp_decode.fabric.placement import Placement, open_fabric, place
+from dcp_decode.kernels.fingerprint import source_hash
 from dcp_decode.mailbox import Mailbox, MailboxLayout
 from dcp_decode.service import Service, ServiceSettings, StepPlan
-from dcp_decode.step import Batch, BeforeStage, LayerResult, LayerRun, RankState, verify_layer
+from dcp_decode.step import TIMED, Batch, BeforeStage, LayerResult, LayerRun, RankState, verify_layer
+from dcp_decode.summary import RankSummary, RunSummary, account, execution_of, run_digest, spread
 from dcp_decode.topk import check_row_range
 from dcp_decode.trace import TraceRequest, read_trace, synthetic_requests
 from dcp_decode.verification import Verifier, WorstRow, check_needle_group
 from dcp_decode.workload import Workload
 
 FAMILY = "seed"
-TIMED = ("query_push", "sparse_decode", "merge", "chain")
+TIMED_REPLAYS = 20  # of the last step, after a run on a GPU: its stages' times
+CPU_CLOCK = "wall time of every step's stages, waits for peers included"
 
 
 @dataclass(frozen=True)
@@ -47,66 +49,27 @@ class Progress:
     worst: WorstRow
 
 
-@dataclass
-class RankSummary:
-    """What one (virtual) rank brings to the run's summary.
-
-    digests: SHA-256 of each (step, layer)'s real rows. seconds: per (step, layer), one entry a TIMED stage.
-    keys: histogram over (step, layer, row) of the keys the rank held, index = count.
-    """
-
-    rank: int
-    keys: np.ndarray
-    digests: list[bytes] = field(default_factory=list)
-    seconds: list[tuple[float, ...]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """A whole run, the same on every rank. Times in seconds per (step, layer), the maximum over ranks.
-
-    keys_a_row: of all (step, layer, row, rank); None if no step ran, because every request was refused.
-    """
-
-    fabric: str
-    route: str
-    family: str
-    device: str
-    ranks: int
-    process_ids: list[int]
-    requests: dict[str, int]
-    refusals: list[str]
-    steps: int
-    tokens: int
-    acceptance: list[int]
-    verified: bool | None
-    checked_steps: int
-    worst: WorstRow
-    digest: str
-    keys_a_row: dict[str, int] | None
-    stage_seconds: dict[str, np.ndarray]
-
-
 def run_rank(
     config: RunConfig,
     control: ControlPlane,
     on_progress: Callable[[Progress], None] | None = None,
     before_stage: BeforeStage | None = None,
-    may_replay: Callable[[int], bool] = lambda step: True,
+    policy: StepPolicy = AS_PLACED,
 ) -> RunSummary:
     """Everything one process does in a run; collective over the control plane.
 
-    on_progress: called after every step. before_stage: fault injection, see `step.verify_layer`. may_replay: whether
-    the step of a number may be a graph replay on a GPU. Raises ConfigError or UnsupportedEnvironment (nothing ran),
-    WrongResult, MailboxTimeout, RankDied or ControlTimeout.
+    on_progress: called after every step. before_stage: fault injection, see `step.verify_layer`. policy: how steps may
+    run on a GPU. Raises ConfigError or UnsupportedEnvironment (nothing ran), WrongResult, MailboxTimeout, RankDied or
+    ControlTimeout.
     """
     torch.set_num_threads(1)  # eight ranks share a machine, and one thread gives the same bits everywhere
-    agree(control, "config", config.model_dump(mode="json"))
+    agree(control, "config", config.model_dump(mode="json") | {"kernel sources": source_hash()})
     requests = _requests(config)
     agree(control, "trace", {"requests": [repr(request) for request in requests]})
-    placement = place(config.parallel.fabric, config.parallel.device, control)
+    parallel = config.parallel
+    placement = place(parallel.fabric, parallel.device, control, compiles=parallel.kernels is None)
     with _opened(placement, config.parallel.dcp, control) as fabric:
-        run = Run(config, control, fabric, placement, requests, before_stage, may_replay)
+        run = Run(config, control, fabric, placement, requests, before_stage, policy)
         return run.complete(on_progress)
 
 
@@ -164,7 +127,7 @@ class Run:
         placement: Placement,
         requests: list[TraceRequest],
         before_stage: BeforeStage | None,
-        may_replay: Callable[[int], bool],
+        policy: StepPolicy,
     ) -> None:
         self.config = config
         self.control = control
@@ -173,10 +136,11 @@ class Run:
         self.geometry = config.geometry()
         self.layers = config.model.layers
         self.workload = Workload(config.workload.seed, self.geometry)
-        self.verifier = Verifier(self.geometry, self.workload, FAMILY)
+        self.verifier = Verifier(self.geometry, self.workload, FAMILY, placement.device)
         self.checked_steps = 0
         self.placement = placement
-        self.may_replay = may_replay
+        self.policy = policy
+        self.stage_clock = CPU_CLOCK
         self.ranks: list[RankState] = []
         self.device_steps: DeviceSteps | None = None
         self._check_pages()
@@ -206,6 +170,8 @@ class Run:
             self._step(plan)
             if on_progress is not None:
                 on_progress(self._progress())
+        if self.device_steps is not None:
+            self._measure_stages(self.device_steps)
         return self._gather()
 
     def _check_pages(self) -> None:
@@ -237,20 +203,25 @@ class Run:
         ]
 
     def _open_device_steps(self) -> DeviceSteps:
-        from dcp_decode.kernels.stages import GpuStages  # imports cutlass
+        # Imported here: a run on CPUs needs nothing of them, and compilation needs cutlass.
+        from dcp_decode.kernels.aot import open_kernels
+        from dcp_decode.kernels.stages import GpuStages
 
         parallel, deadline = self.config.parallel, self.config.mailbox.deadline_seconds
         device = self.placement.device
+        batches = step_batches(self.config.service.draft_tokens + 1, self.geometry)
+        load_kernel = open_kernels(parallel.kernels, self.geometry, parallel.route == "push", batches, device)
         ranks = [
             DeviceRank(
                 self.geometry,
                 self.workload,
                 FlatCache(self.layers, self.config.cache.pages + 1, self.geometry, device),
-                GpuStages(mailbox, deadline, parallel.route == "push"),
+                GpuStages(mailbox, deadline, parallel.route == "push", load_kernel),
             )
             for mailbox in self._mailboxes()
         ]
         torch.cuda.synchronize(device)  # armed, before the barrier that lets peers push
+        graph, lockstep = parallel.execution == "graph", self.policy.lockstep
         return DeviceSteps(
             ranks,
             self.workload,
@@ -258,9 +229,9 @@ class Run:
             parallel.route,
             self.config.service.draft_tokens + 1,
             self.control,
-            self.placement.shared,
+            self.placement.shared if lockstep is None else lockstep,
             deadline,
-            self.may_replay,
+            lambda step: graph and self.policy.may_replay(step),
             self.before_stage,
         )
 
@@ -280,7 +251,7 @@ class Run:
         checked = self._is_checked(plan.index)
         layers = self._run_layers(plan.index, batch, checked)
         for number, run in enumerate(layers):
-            _account(self.summaries[number % len(self.summaries)], run)
+            account(self.summaries[number % len(self.summaries)], run)
         if checked:
             for run in layers:
                 self.verifier.check(plan.index, run)
@@ -306,6 +277,15 @@ class Run:
             runs += verify_layer(self.ranks, layer, batch, self.config.parallel.route, self.before_stage)
         return runs
 
+    def _measure_stages(self, device_steps: DeviceSteps) -> None:
+        times = device_steps.measure_stages(TIMED_REPLAYS)
+        if times is None:
+            self.stage_clock = "none: ranks share the GPU, or stages are intercepted, so no graph may run"
+            return
+        self.stage_clock = times.clock
+        for rank, seconds in times.seconds:
+            self.summaries[self.fabric.local_ranks.index(rank)].seconds.append(seconds)
+
     def _is_checked(self, step: int) -> bool:
         verify = self.config.verify
         return verify.mode == "every" or (verify.mode == "sample" and step % verify.period == 0)
@@ -315,13 +295,15 @@ class Run:
 
     def _gather(self) -> RunSummary:
         agree(self.control, "the schedule", {"service state": self.service.fingerprint()})
-        everyone = self.control.all_gather((self.summaries, self.verifier.worst), "summaries")
-        summaries = sorted((one for many, _ in everyone for one in many), key=lambda summary: summary.rank)
+        statistics = None if self.device_steps is None else self.device_steps.close()
+        everyone = self.control.all_gather((self.summaries, self.verifier.worst, statistics), "summaries")
+        summaries = sorted((one for many, _, _ in everyone for one in many), key=lambda summary: summary.rank)
         seconds = np.array([summary.seconds for summary in summaries]).reshape(len(summaries), -1, len(TIMED))
         slowest = seconds.max(axis=0)  # (iterations, stages)
         keys = np.repeat(np.arange(self.geometry.topk + 1), sum(summary.keys for summary in summaries))
         return RunSummary(
             fabric=self.fabric.name,
+            fabric_reason=self.placement.reason,
             route=self.config.parallel.route,
             family=FAMILY,
             device=str(self.fabric.device),
@@ -334,32 +316,10 @@ class Run:
             acceptance=list(self.service.acceptance),
             verified=True if self.checked_steps else None,
             checked_steps=self.checked_steps,
-            worst=max((worst for _, worst in everyone), key=lambda worst: worst.share),
+            worst=max((worst for _, worst, _ in everyone), key=lambda worst: worst.share),
             digest=run_digest(summaries),
-            keys_a_row=_spread(keys) if keys.size else None,
+            keys_a_row=spread(keys) if keys.size else None,
             stage_seconds={name: slowest[:, column] for column, name in enumerate(TIMED)},
+            stage_clock=self.stage_clock,
+            execution=execution_of(self.config.parallel.execution, [one for _, _, one in everyone if one is not None]),
         )
-
-
-def _account(summary: RankSummary, run: LayerRun[Batch] | LayerResult) -> None:
-    summary.digests.append(hashlib.sha256(run.merged.contiguous().view(torch.uint8).numpy().tobytes()).digest())
-    summary.keys += np.bincount(run.valid.numpy(), minlength=len(summary.keys))
-    if isinstance(run, LayerResult):
-        return  # stages of a graph replay have no times of their own
-    decode = run.seconds.get("sparse_decode_push", 0.0) + run.seconds.get("sparse_decode_local", 0.0)
-    merge = run.seconds.get("value_push", 0.0) + run.seconds["merge"]
-    push = run.seconds["query_push"]
-    summary.seconds.append((push, decode, merge, push + decode + merge))
-
-
-def _spread(keys: np.ndarray) -> dict[str, int]:
-    return {"min": int(keys.min()), "median": int(np.median(keys)), "max": int(keys.max())}
-
-
-def run_digest(summaries: list[RankSummary]) -> str:
-    """SHA-256 over the digests in (step, layer, rank) order."""
-    whole = hashlib.sha256()
-    for iteration in zip(*(summary.digests for summary in summaries), strict=True):
-        for digest in iteration:
-            whole.update(digest)
-    return whole.hexdigest()

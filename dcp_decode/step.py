@@ -10,7 +10,7 @@ then waits for a word that its own process has yet to push.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 STAGES = {
     "push": ("append", "select_push", "select", "prepare", "query_push", "sparse_decode_push", "merge"),
     "local": ("append", "select_push", "select", "prepare", "query_push", "sparse_decode_local", "value_push", "merge"),
+}
+
+# Stages whose times a run reports, by method, under the names of the results; `chain` is their sum.
+TIMED = ("query_push", "sparse_decode", "merge", "chain")
+TIMED_AS = {
+    "query_push": "query_push",
+    "sparse_decode_push": "sparse_decode",
+    "sparse_decode_local": "sparse_decode",
+    "value_push": "merge",
+    "merge": "merge",
 }
 
 # Called with a rank's layer and the stage's name before each stage of each rank: fault injection hooks in here.
@@ -240,6 +250,15 @@ class LayerRun(Generic[AnyBatch]):
     @property
     def _cache(self) -> torch.Tensor:
         return self.state.cache.rows[self.layer]
+
+
+def timed_seconds(seconds: Mapping[str, float]) -> tuple[float, ...]:
+    """A time for each of TIMED, from those of a layer's stages by method."""
+    times = dict.fromkeys(TIMED, 0.0)
+    for name, timed_as in TIMED_AS.items():
+        times[timed_as] += seconds.get(name, 0.0)
+        times["chain"] += seconds.get(name, 0.0)
+    return tuple(times.values())
 
 
 def verify_layer(

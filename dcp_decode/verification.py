@@ -46,21 +46,28 @@ class WorstRow:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What one row attends to: key bytes uint8 [K, 576], source int64 [K] (-1 absent), own positions int64, sorted."""
+    """What one row attends to: key bytes uint8 [K, 576], source int64 [K] (-1 absent), positions int64, sorted."""
 
     keys: torch.Tensor
     source: torch.Tensor
-    own_positions: torch.Tensor
+    positions: torch.Tensor
 
 
 class Verifier:
-    """The oracle's side of one run. Raises WrongResult, naming step, layer, rank, row and head."""
+    """The oracle's side of one run. Raises WrongResult, naming step, layer, rank, row and head.
 
-    def __init__(self, geometry: Geometry, workload: Workload, family: str) -> None:
+    device: where it computes. Its integers are the same everywhere, and a GPU's FP64 is as exact as a CPU's.
+    """
+
+    def __init__(self, geometry: Geometry, workload: Workload, family: str, device: torch.device | str = "cpu") -> None:
         self.geometry = geometry
         self.workload = workload
         self.family = family
+        self.device = torch.device(device)
         self.worst = WorstRow()
+        # What the rows of the newest (step, layer) attend to: the same for every rank that is checked in turn.
+        self._place = (-1, -1)
+        self._attended: dict[VerifyRow, _Expected] = {}
 
     def check(self, step: int, run: LayerRun[Batch] | LayerResult) -> None:
         """Check every row of one rank's layer: its share of the selection exactly, its merged rows by their bounds."""
@@ -68,11 +75,11 @@ class Verifier:
         for start in range(0, len(run.batch.rows), ROWS_AT_ONCE):
             rows = run.batch.rows[start : start + ROWS_AT_ONCE]
             place = f"step {step}, layer {run.layer}, rank {rank}, counting rows from {start}"
-            expected = [self._expected(run.layer, row, run.batch, rank) for row in rows]
+            expected = [self._expected(step, run.layer, row, run.batch) for row in rows]
             for index, (row, one) in enumerate(zip(rows, expected, strict=True), start):
                 self._check_selection(f"step {step}, layer {run.layer}, rank {rank}, row {index}", row, one, run)
             verdict = oracle.verify_rows(
-                run.merged[start : start + len(rows)],
+                run.merged[start : start + len(rows)].to(self.device),
                 self._query_bytes(run.layer, rows, rank),
                 torch.stack([one.keys for one in expected]),
                 torch.stack([one.source for one in expected]),
@@ -89,39 +96,43 @@ class Verifier:
             if candidate.share > self.worst.share:
                 self.worst = candidate
 
-    def _expected(self, layer: int, row: VerifyRow, batch: Batch, rank: int) -> _Expected:
+    def _expected(self, step: int, layer: int, row: VerifyRow, batch: Batch) -> _Expected:
+        if self._place != (step, layer):
+            self._place = (step, layer)
+            self._attended.clear()
+        if row not in self._attended:
+            self._attended[row] = self._attend(layer, row, batch)
+        return self._attended[row]
+
+    def _attend(self, layer: int, row: VerifyRow, batch: Batch) -> _Expected:
         width = self.geometry.topk
-        request = batch.requests[row.request]
-        visible = torch.arange(row.position + 1)
-        scores = self.workload.index_scores(
-            layer, row.request, row.position, row.salt, visible, request.salts[: row.position + 1]
-        )
+        visible = torch.arange(row.position + 1, device=self.device)
+        salts = batch.requests[row.request].salts[: row.position + 1].to(self.device)
+        scores = self.workload.index_scores(layer, row.request, row.position, row.salt, visible, salts)
         positions = topk.global_topk(scores, width)
-        owners = cache.owner(positions, self.geometry)
-        keys = torch.zeros(width, numerics.ROW_BYTES, dtype=torch.uint8)
-        keys[: len(positions)] = self.workload.key_bytes(layer, row.request, positions, request.salts[positions])
-        source = torch.full((width,), -1, dtype=torch.int64)
-        source[: len(positions)] = owners
-        return _Expected(keys, source, positions[owners == rank])
+        keys = torch.zeros(width, numerics.ROW_BYTES, dtype=torch.uint8, device=self.device)
+        keys[: len(positions)] = self.workload.key_bytes(layer, row.request, positions, salts[positions])
+        source = torch.full((width,), -1, dtype=torch.int64, device=self.device)
+        source[: len(positions)] = cache.owner(positions, self.geometry)
+        return _Expected(keys, source, positions)
 
     def _check_selection(
         self, place: str, row: VerifyRow, expected: _Expected, run: LayerRun[Batch] | LayerResult
     ) -> None:
         index = run.batch.rows.index(row)
-        selected = run.positions[index]
         count = int(run.valid[index])
-        if not torch.equal(selected[:count], expected.own_positions):
+        own = expected.positions[cache.owner(expected.positions, self.geometry) == run.rank]
+        if not torch.equal(run.positions[index][:count].to(self.device), own):
             raise WrongResult(
-                f"{place}: the selection of {count} own positions differs from the exact top-k's "
-                f"{len(expected.own_positions)}"
+                f"{place}: the selection of {count} own positions differs from the exact top-k's {len(own)}"
             )
 
     def _query_bytes(self, layer: int, rows: tuple[VerifyRow, ...], rank: int) -> torch.Tensor:
         heads = own_heads(rank, self.geometry)
-        made = [
-            self.workload.queries(layer, row.request, torch.tensor([row.position]), torch.tensor([row.salt]), heads)
-            for row in rows
-        ]
+        made = []
+        for row in rows:
+            position, salt = torch.tensor([[row.position], [row.salt]], device=self.device)
+            made.append(self.workload.queries(layer, row.request, position, salt, heads))
         return numerics.quantize_e4m3(torch.cat(made), self.geometry.q_scale)
 
 

@@ -24,7 +24,8 @@ from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.errors import BAD_INPUT, VERIFIED, ConfigError
 from dcp_decode.records import RankReport, make_plan, read_records
 from dcp_decode.results import conclude
-from dcp_decode.run import RunSummary, agree, run_rank
+from dcp_decode.run import agree, run_rank
+from dcp_decode.summary import RunSummary
 from dcp_decode.supervisor import supervise
 
 pytestmark = pytest.mark.xdist_group("processes")

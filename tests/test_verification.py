@@ -20,8 +20,9 @@ from dcp_decode.cpu.stages import CpuStages, LocalPartial
 from dcp_decode.errors import WRONG_RESULT, WrongResult
 from dcp_decode.geometry import Geometry
 from dcp_decode.mailbox import Stage
-from dcp_decode.run import RunSummary, run_rank
+from dcp_decode.run import run_rank
 from dcp_decode.step import RankState, Selection
+from dcp_decode.summary import RunSummary
 from dcp_decode.verification import check_needle_group
 from dcp_decode.waits import MailboxTimeout
 

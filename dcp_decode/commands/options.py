@@ -23,6 +23,8 @@ OVERRIDES: dict[str, tuple[str, type]] = {
     "--fabric": ("parallel.fabric", str),
     "--route": ("parallel.route", str),
     "--device": ("parallel.device", str),
+    "--kernels": ("parallel.kernels", str),
+    "--execution": ("parallel.execution", str),
     "--interleave": ("parallel.interleave", int),
     "--generations": ("mailbox.generations", int),
     "--deadline": ("mailbox.deadline_seconds", float),
@@ -31,9 +33,14 @@ OVERRIDES: dict[str, tuple[str, type]] = {
 
 def config_options(command: Command) -> Command:
     """The argument CONFIG and one option for each override."""
+    return click.argument("config", required=False, type=click.Path(path_type=Path))(config_overrides(command))
+
+
+def config_overrides(command: Command) -> Command:
+    """One option for each override."""
     for option, (key, kind) in reversed(OVERRIDES.items()):
         command = click.option(option, _name(option), type=kind, default=None, help=f"Overrides {key}.")(command)
-    return click.argument("config", required=False, type=click.Path(path_type=Path))(command)
+    return command
 
 
 def read_config(config: Path | None, options: dict[str, Any]) -> RunConfig:

@@ -79,4 +79,7 @@ def report_of(summary: RunSummary) -> RankReport:
         acceptance=summary.acceptance,
         keys_per_row=None if keys is None else (keys["min"], keys["median"], keys["max"]),
         stages={name: stage_statistics(seconds) for name, seconds in summary.stage_seconds.items()},
+        stage_clock=summary.stage_clock,
+        fabric_reason=summary.fabric_reason,
+        execution=summary.execution,
     )

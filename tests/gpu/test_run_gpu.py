@@ -15,7 +15,8 @@ pytest.importorskip("pydantic", reason="the service's config needs pydantic")
 
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.solo import SoloControlPlane
-from dcp_decode.run import RunSummary, run_rank
+from dcp_decode.run import run_rank
+from dcp_decode.summary import RunSummary
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,97 @@
+"""Inputs and outputs of a verify step on a device, at fixed addresses: what a captured graph reads and writes.
+
+    plan --host integers (pinned)--> integers --> [ stages ] --> merged, valid, positions, expired --> host (pinned)
+
+Both copies are part of the captured graph, so a replay is one launch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dcp_decode import numerics
+from dcp_decode.device_rank import StepShape, write_integers
+from dcp_decode.geometry import Geometry
+from dcp_decode.step import Batch, LayerResult, LayerRun
+
+if TYPE_CHECKING:
+    from dcp_decode.device_rank import DeviceBatch
+    from dcp_decode.mailbox import Mailbox
+
+
+class StepBuffers:
+    """Buffers of one shape for the local ranks of a process. graph: the captured step; uses: steps it has run.
+
+    merged BF16 [layers, ranks, B, H, 512]; valid int32 [layers, ranks, B]; positions int32 [layers, ranks, B, K];
+    expired int32 [ranks], not 0 once a wait of the rank has expired.
+    """
+
+    def __init__(
+        self, shape: StepShape, geometry: Geometry, layers: int, ranks: list[int], device: torch.device
+    ) -> None:
+        on_gpu = device.type == "cuda"
+        self.shape = shape
+        self.layers = layers
+        self.ranks = ranks
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.uses = 0
+        self.integers = torch.zeros(shape.integers, dtype=torch.int64, device=device)
+        lead = (layers, len(ranks), shape.rows)
+        rows = (*lead, geometry.owner_heads, numerics.LATENT_DIM)
+        self.merged = torch.zeros(rows, dtype=torch.bfloat16, device=device)
+        self.valid = torch.zeros(lead, dtype=torch.int32, device=device)
+        self.positions = torch.zeros((*lead, geometry.topk), dtype=torch.int32, device=device)
+        self.expired = torch.zeros(len(ranks), dtype=torch.int32, device=device)
+        self._host_integers = torch.zeros(shape.integers, dtype=torch.int64, pin_memory=on_gpu)
+        self._host_integers_array = self._host_integers.numpy()
+        self._host_merged = torch.zeros(rows, dtype=torch.bfloat16, pin_memory=on_gpu)
+        self._host_valid = torch.zeros(lead, dtype=torch.int32, pin_memory=on_gpu)
+        self._host_expired = torch.zeros(len(ranks), dtype=torch.int32, pin_memory=on_gpu)
+
+    def write(self, batch: Batch, tables: dict[int, np.ndarray]) -> None:
+        """Put a step's integers where `load` finds them. The step before must have ended."""
+        write_integers(self.shape, batch.rows, tables, self._host_integers_array)
+
+    def load(self) -> None:
+        """Copy the step's integers to the device, in stream order."""
+        self.integers.copy_(self._host_integers, non_blocking=True)
+
+    def keep(self, layer: int, index: int, run: LayerRun[DeviceBatch]) -> None:
+        """Keep what the layer of local rank number `index` left."""
+        self.merged[layer, index].copy_(run.merged)
+        self.valid[layer, index].copy_(run.selection.valid)
+        self.positions[layer, index].copy_(run.selection.positions)
+
+    def read(self, mailboxes: list[Mailbox]) -> None:
+        """Copy what every step needs on the host there, in stream order."""
+        for index, mailbox in enumerate(mailboxes):
+            self.expired[index].copy_(mailbox.abort_word)
+        self._host_merged.copy_(self.merged, non_blocking=True)
+        self._host_valid.copy_(self.valid, non_blocking=True)
+        self._host_expired.copy_(self.expired, non_blocking=True)
+
+    @property
+    def any_expired(self) -> bool:
+        """Whether a wait of a local rank had expired by the end of the step."""
+        return bool(self._host_expired.any())
+
+    def results(self, batch: Batch, positions_wanted: bool) -> list[LayerResult]:
+        """A result for every (layer, local rank), real rows only; views that the next step overwrites."""
+        count = len(batch.rows)
+        kept = self.positions if positions_wanted else self.positions[..., :0]
+        positions = kept.cpu().to(torch.int64)
+        return [
+            LayerResult(
+                rank,
+                layer,
+                batch,
+                self._host_merged[layer, index, :count],
+                self._host_valid[layer, index, :count],
+                positions[layer, index, :count],
+            )
+            for layer in range(self.layers)
+            for index, rank in enumerate(self.ranks)
+        ]

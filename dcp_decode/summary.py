@@ -1,0 +1,99 @@
+"""What a run leaves: digests, key counts and times of every rank, and the summary that they make together."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dcp_decode.device_steps import StepStatistics
+from dcp_decode.statistics import stage_statistics
+from dcp_decode.step import Batch, LayerResult, LayerRun, timed_seconds
+from dcp_decode.verification import WorstRow
+
+
+@dataclass
+class RankSummary:
+    """What one (virtual) rank brings to the run's summary.
+
+    digests: SHA-256 of each (step, layer)'s real rows. seconds: per (step, layer), one entry a TIMED stage.
+    keys: histogram over (step, layer, row) of the keys the rank held, index = count.
+    """
+
+    rank: int
+    keys: np.ndarray
+    digests: list[bytes] = field(default_factory=list)
+    seconds: list[tuple[float, ...]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A whole run, the same on every rank. Times in seconds per (step, layer), the maximum over ranks.
+
+    keys_a_row: of all (step, layer, row, rank); None if no step ran, because every request was refused.
+    stage_clock: how the stage times came, or why there are none. execution: how a GPU ran the steps (`execution_of`).
+    """
+
+    fabric: str
+    fabric_reason: str
+    route: str
+    family: str
+    device: str
+    ranks: int
+    process_ids: list[int]
+    requests: dict[str, int]
+    refusals: list[str]
+    steps: int
+    tokens: int
+    acceptance: list[int]
+    verified: bool | None
+    checked_steps: int
+    worst: WorstRow
+    digest: str
+    keys_a_row: dict[str, int] | None
+    stage_seconds: dict[str, np.ndarray]
+    stage_clock: str
+    execution: dict[str, object] | None
+
+
+def account(summary: RankSummary, run: LayerRun[Batch] | LayerResult) -> None:
+    summary.digests.append(hashlib.sha256(run.merged.contiguous().view(torch.uint8).numpy().tobytes()).digest())
+    summary.keys += np.bincount(run.valid.numpy(), minlength=len(summary.keys))
+    if isinstance(run, LayerResult):
+        return  # stages of a graph replay have no times of their own
+    summary.seconds.append(timed_seconds(run.seconds))
+
+
+def execution_of(asked: str, processes: list[StepStatistics]) -> dict[str, object] | None:
+    """How the steps ran on GPUs, for the results: counts of one process, host time and memory the most of any."""
+    if not processes:
+        return None
+    first = processes[0]
+    slowest = np.array([process.host_seconds for process in processes]).max(axis=0)  # of each replay
+    return {
+        "asked": asked,
+        "replays": first.replays,
+        "eager_steps": first.eager_steps,
+        "captures": first.captures,
+        "host_work": stage_statistics(slowest),
+        "device_bytes": {
+            "after_last_capture": max(process.bytes_after_capture for process in processes),
+            "at_end": max(process.bytes_at_end for process in processes),
+        },
+        "notes": first.notes,
+    }
+
+
+def spread(keys: np.ndarray) -> dict[str, int]:
+    return {"min": int(keys.min()), "median": int(np.median(keys)), "max": int(keys.max())}
+
+
+def run_digest(summaries: list[RankSummary]) -> str:
+    """SHA-256 over the digests in (step, layer, rank) order."""
+    whole = hashlib.sha256()
+    for iteration in zip(*(summary.digests for summary in summaries), strict=True):
+        for digest in iteration:
+            whole.update(digest)
+    return whole.hexdigest()
