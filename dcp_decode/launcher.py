@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dcp_decode.config import RunConfig
@@ -20,6 +20,7 @@ from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.control.torchrun import connect_torchrun
 from dcp_decode.errors import UnsupportedEnvironment
+from dcp_decode.fabric.placement import processes_to_start
 from dcp_decode.rank_process import Body, RankProcess, leave
 from dcp_decode.records import RECORDS_VARIABLE, Plan, RankRecord, make_plan, read_records, write_plan
 from dcp_decode.results import Conclusion, conclude
@@ -94,7 +95,9 @@ def execute(command: str, config: RunConfig, body: Body, output: str | None, pub
     check_world(launcher, config)
     plan = make_plan(command, config, launcher.name, output)
     if launcher.name == "builtin":
-        return _execute_here(plan, config, body, publish)
+        parallel = config.parallel
+        processes = processes_to_start(parallel.fabric, parallel.device, parallel.dcp)
+        return _execute_here(replace(plan, processes=processes), config, body, publish)
     return _execute_as_rank(plan, config, body, publish, launcher)
 
 

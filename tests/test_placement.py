@@ -34,7 +34,7 @@ def offers(gpus: list[str], nvshmem: bool = True, refusal: str = "") -> list[pla
 
 @pytest.fixture(autouse=True)
 def _no_look_at_this_machine(monkeypatch):
-    monkeypatch.setattr(placement, "_offer", lambda control: None)
+    monkeypatch.setattr(placement, "_offer", lambda control, compiles: None)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,23 @@ def test_auto_without_a_gpu_is_the_cpu_with_the_reason():
     assert (chosen.fabric, chosen.device.type) == ("shm", "cpu")
     assert "no CUDA GPU" in chosen.reason
     assert placement.place("auto", "cpu", SoloControlPlane()).fabric == "loopback"
+
+
+@pytest.mark.parametrize(
+    ("fabric", "device", "gpus", "processes"),
+    [
+        ("auto", "cuda", 1, 1),
+        ("auto", "auto", 7, 1),
+        ("auto", "cuda", 8, 8),
+        ("auto", "auto", 0, 8),
+        ("auto", "cpu", 1, 8),
+        ("nvshmem", "cuda", 1, 8),
+        ("loopback", "cpu", 0, 1),
+    ],
+)
+def test_one_process_runs_all_ranks_that_would_share_gpus(monkeypatch, fabric, device, gpus, processes):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert placement.processes_to_start(fabric, device, 8) == processes
 
 
 def test_multicast_is_turned_off_or_refused():

@@ -38,17 +38,32 @@ class _Offer:
     nvshmem: bool
 
 
-def place(fabric: str, device: str, control: ControlPlane) -> Placement:
-    """Resolve parallel.fabric and parallel.device; collective. Raises UnsupportedEnvironment, alike on all ranks."""
+def place(fabric: str, device: str, control: ControlPlane, compiles: bool = True) -> Placement:
+    """Resolve parallel.fabric and parallel.device; collective. Raises UnsupportedEnvironment, alike on all ranks.
+
+    compiles: kernels are compiled in the run, not built ahead of time.
+    """
     if device == "cpu" or fabric == "shm":
         return _on_cpu(fabric, control, "parallel.device is cpu")
-    offers = control.all_gather(_offer(control), "devices")
+    offers = control.all_gather(_offer(control, compiles), "devices")
     refusals = [f"rank {rank}: {offer.refusal}" for rank, offer in enumerate(offers) if offer.refusal]
     if refusals:
         if device == "auto" and fabric not in ("nvshmem", "symm_mem"):
             return _on_cpu(fabric, control, refusals[0])
         raise UnsupportedEnvironment(f"parallel.device = {device!r}: {refusals[0]}")
     return _on_gpu(fabric, offers, control.rank)
+
+
+def processes_to_start(fabric: str, device: str, dcp: int) -> int:
+    """Processes of a run that no other launcher starts: one a rank, or one for all of them (fabric loopback).
+
+    With the fabric left open, ranks that would have to share GPUs run in one process: there a step can be one graph.
+    """
+    if fabric == "loopback":
+        return 1
+    # Counted through the driver's management library: a process that has used CUDA itself can't fork ranks.
+    gpus = torch.cuda.device_count() if fabric == "auto" and device != "cpu" else 0
+    return 1 if 0 < gpus < dcp else dcp
 
 
 def open_fabric(placement: Placement, size: int, control: ControlPlane) -> Fabric:
@@ -80,7 +95,7 @@ def _on_gpu(fabric: str, offers: Sequence[_Offer], rank: int) -> Placement:
     if fabric == "auto":
         one_each = len(set(gpus)) == len(gpus)
         if len(offers) == 1:
-            fabric, reason = "loopback", "one process"
+            fabric, reason = "loopback", "one process runs all ranks"
         elif all(offer.nvshmem for offer in offers):
             fabric, reason = "nvshmem", "a GPU a rank" if one_each else "ranks share a GPU"
         elif one_each:
@@ -90,9 +105,9 @@ def _on_gpu(fabric: str, offers: Sequence[_Offer], rank: int) -> Placement:
     return Placement(fabric, torch.device("cuda", offers[rank].index), shared, reason)
 
 
-def _offer(control: ControlPlane) -> _Offer:
+def _offer(control: ControlPlane, compiles: bool) -> _Offer:
     host = control.peers[control.rank].hostname
-    refusal = _refusal()
+    refusal = _refusal(compiles)
     if refusal:
         return _Offer(refusal, host, -1, "", False)
     neighbours = [rank for rank, peer in enumerate(control.peers) if peer.hostname == host]
@@ -101,13 +116,13 @@ def _offer(control: ControlPlane) -> _Offer:
     return _Offer("", host, index, gpu, importlib.util.find_spec("nvshmem") is not None)
 
 
-def _refusal() -> str:
+def _refusal(compiles: bool) -> str:
     """Why this process can't use a GPU, or nothing."""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
     capability = torch.cuda.get_device_capability()
     if capability < LEAST_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]}, and the kernels need 9.0 or later"
-    if importlib.util.find_spec("cutlass") is None:
-        return "nvidia-cutlass-dsl is not installed"
+    if compiles and importlib.util.find_spec("cutlass") is None:
+        return "nvidia-cutlass-dsl is not installed, and no build of the kernels is given (parallel.kernels)"
     return ""
