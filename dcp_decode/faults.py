@@ -3,6 +3,7 @@
     delay     the rank sleeps 0 .. longest_delay_seconds before a stage, a quarter of the longest in the mean
     stop      the whole process is stopped (SIGSTOP) before a stage, and continued after stop_seconds
     kill      the process ends itself with SIGKILL
+    slow      the process computes for a share longer, before each stage but a layer's first
     corrupt   a word of the rank's slot in a victim's value, query or top-k mailbox is overwritten after it has arrived
     sentinel  a query head, a cache row or (local route) a partial row is replaced by one bit pattern
 
@@ -50,7 +51,8 @@ class Place:
 class Corruption:
     """In a step and layer: writer overwrites the first word of row 0 of its own slot in a victim's mailbox.
 
-    value: what it stores, signed 32-bit; None flips the lowest bit of what is there. Writer and victim may be one rank.
+    value: what it stores, signed 32-bit; None flips one bit of what is there (0: the lowest). Writer and victim may be
+    one rank.
     """
 
     writer: int
@@ -59,6 +61,7 @@ class Corruption:
     layer: int
     mailbox: MailboxName
     value: int | None
+    bit: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,27 @@ class Sentinel:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """What to inject. delay_share, stop_share: fractions of all stage calls."""
+    """What to inject. delay_share, stop_share: fractions of all stage calls. slowdown: of the rank's own CPU time."""
 
     seed: int = 0
     delay_share: float = 0.0
     longest_delay_seconds: float = 0.2
     stop_share: float = 0.0
     stop_seconds: float = 0.3
+    slowdown: float = 0.0
     stop_at: Place | None = None
     kill_at: Place | None = None
     corruption: Corruption | None = None
     sentinel: Sentinel | None = None
+
+
+# Faults that a job must go red for, by name; in the second step, when all ranks are under way.
+EXAMPLES = {
+    # A word of rank 0's partial rows never arrives at rank 1.
+    "hang": FaultPlan(corruption=Corruption(0, 1, 1, 0, "payload", numerics.ARMED_WORD)),
+    # The highest bit of the exponent of one BF16 that rank 0 pushes to rank 1.
+    "wrong-bit": FaultPlan(corruption=Corruption(0, 1, 1, 0, "payload", None, bit=14)),
+}
 
 
 @dataclass
@@ -113,6 +126,7 @@ class FaultInjector:
     route: str
     counts: FaultCounts = field(default_factory=FaultCounts)
     _calls: dict[int, int] = field(default_factory=dict)
+    _computed: float = 0.0
 
     def __call__(self, run: LayerRun, stage: str) -> None:
         rank = run.state.rank
@@ -121,6 +135,8 @@ class FaultInjector:
         self.counts.stage_calls += 1
         place = Place(rank, call // len(STAGES[self.route]) // self.layers, run.layer, stage)
         self._delay(rank, call)
+        if self.plan.slowdown:
+            self._slow(stage)
         if place == self.plan.stop_at:
             self._stop()
         if place == self.plan.kill_at:
@@ -145,6 +161,15 @@ class FaultInjector:
         elif draw < plan.delay_share + plan.stop_share:
             self._stop()
 
+    def _slow(self, stage: str) -> None:
+        """Compute for a share of the CPU time since the stage before; what came before a layer is left alone."""
+        now = time.process_time()
+        if stage != STAGES[self.route][0]:
+            until = now + self.plan.slowdown * (now - self._computed)
+            while time.process_time() < until:
+                pass
+        self._computed = time.process_time()
+
     def _stop(self) -> None:
         started = time.monotonic()
         stop_this_process(self.plan.stop_seconds)
@@ -165,7 +190,7 @@ class FaultInjector:
         done = mailbox.memory.regions[corruption.victim][DONE_OFFSET : DONE_OFFSET + 4].view(torch.int32)[0]
         if place.rank == corruption.writer:
             word = _word(mailbox, corruption, int(mailbox.use_counter(stored_by)))
-            word.fill_(int(word) ^ 1 if corruption.value is None else corruption.value)
+            word.fill_(int(word) ^ (1 << corruption.bit) if corruption.value is None else corruption.value)
             done.fill_(1)
             self.counts.corruptions += 1
         elif place.rank == corruption.victim:
