@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from dcp_decode import __version__
+from dcp_decode.commands.build import build
 from dcp_decode.commands.compare import compare
 from dcp_decode.commands.conclude import conclude
 from dcp_decode.commands.doctor import doctor
@@ -32,7 +33,7 @@ def commands() -> None:
     """Decode context parallelism (DCP) of sparse MLA models: verify and measure."""
 
 
-for command in (run, soak, compare, doctor, conclude):
+for command in (run, soak, build, compare, doctor, conclude):
     commands.add_command(command)
 
 

@@ -86,7 +86,7 @@ def compiler_versions() -> dict[str, str]:
     """Versions that decide what the CuTe DSL makes of a kernel."""
     return {
         "nvidia-cutlass-dsl": metadata.version("nvidia-cutlass-dsl"),
-        "cuda": str(cutlass.CUDA_VERSION),
+        "cuda": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}",
         "python": platform.python_version(),
     }
 

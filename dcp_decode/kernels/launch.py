@@ -15,9 +15,12 @@ from collections.abc import Callable
 import torch
 
 from dcp_decode import numerics
+from dcp_decode.kernels.configs import KernelConfig
 from dcp_decode.mailbox import Mailbox
 
 Kernel = Callable[..., None]
+# From the name of a kernel (`configs.stage_kernels`) and its configuration to the kernel on this process's GPU.
+LoadKernel = Callable[[str, KernelConfig], Kernel]
 
 
 def run_topk_push(kernel: Kernel, mailbox: Mailbox, candidates: torch.Tensor, stream: int) -> None:

@@ -13,9 +13,10 @@ import torch
 from dcp_decode import numerics, topk
 from dcp_decode.cpu.stages import LocalPartial
 from dcp_decode.errors import UnsupportedEnvironment
-from dcp_decode.kernels.configs import ExchangeConfig, QueryConfig, ValueConfig
-from dcp_decode.kernels.exchange import compile_topk_push, compile_topk_receive
+from dcp_decode.kernels.configs import stage_kernels
 from dcp_decode.kernels.launch import (
+    Kernel,
+    LoadKernel,
     run_query,
     run_sparse,
     run_topk_push,
@@ -23,17 +24,17 @@ from dcp_decode.kernels.launch import (
     run_value,
     run_value_push,
 )
-from dcp_decode.kernels.query import compile_query
-from dcp_decode.kernels.sparse import compile_sparse
-from dcp_decode.kernels.sparse_config import sparse_config, sparse_for
-from dcp_decode.kernels.value import compile_value, compile_value_push
+from dcp_decode.kernels.sparse_config import sparse_for
 from dcp_decode.mailbox import Mailbox, Stage
 
 
 class GpuStages:
-    """One rank's stages on the device of its mailbox. push: the route. Raises UnsupportedEnvironment if refused."""
+    """One rank's stages on the device of its mailbox. Raises UnsupportedEnvironment if its geometry is refused.
 
-    def __init__(self, mailbox: Mailbox, deadline_seconds: float, push: bool) -> None:
+    push: the route. load_kernel: compiles kernels, or takes them from a build (`aot.open_kernels`).
+    """
+
+    def __init__(self, mailbox: Mailbox, deadline_seconds: float, push: bool, load_kernel: LoadKernel) -> None:
         self.mailbox = mailbox
         self.geometry = mailbox.geometry
         self.rank = mailbox.rank
@@ -42,21 +43,17 @@ class GpuStages:
         refusal = sparse_for(self.geometry, self.geometry.capacity, push)
         if refusal is not None:
             raise UnsupportedEnvironment(str(refusal))
+        self._load_kernel = load_kernel
+        self._kernels: dict[int, dict[str, Kernel]] = {}  # by batch and name
         self._received: dict[int, torch.Tensor] = {}
 
     def prepare(self, batch: int) -> None:
-        """Compile the kernels of a batch of B rows, and allocate what outlives a step: before the first use of B."""
-        if batch in self._received:
+        """Load the kernels of a batch of B rows, and allocate what outlives a step: before the first use of B."""
+        if batch in self._kernels:
             return
         g = self.geometry
-        exchange = ExchangeConfig(g, batch)
-        compile_topk_push(exchange)
-        compile_topk_receive(exchange)
-        compile_query(QueryConfig(g, batch))
-        compile_sparse(sparse_config(g, batch, self.push))
-        compile_value(ValueConfig(g, batch, self.push))
-        if not self.push:
-            compile_value_push(ValueConfig(g, batch, self.push))
+        configs = stage_kernels(g, batch, self.push)
+        self._kernels[batch] = {name: self._load_kernel(name, config) for name, config in configs.items()}
         # What an expired wait leaves unwritten must still be candidates: positions that index a page table.
         self._received[batch] = torch.full(
             (g.dcp, batch, g.topk), topk.ABSENT, dtype=torch.int64, device=mailbox_device(self.mailbox)
@@ -64,19 +61,19 @@ class GpuStages:
 
     def select_push(self, candidates: torch.Tensor) -> None:
         """Stage 0, first half: this rank's local top-k (int64 [B, K]) into every rank's mailbox."""
-        kernel = compile_topk_push(ExchangeConfig(self.geometry, len(candidates)))
+        kernel = self._kernels[len(candidates)]["topk_push"]
         run_topk_push(kernel, self.mailbox, candidates.contiguous(), _stream())
 
     def select(self, batch: int) -> torch.Tensor:
         """Stage 0, second half: this rank's share of the exact global top-k, positions int64 [B, K] as a prefix."""
         received = self._received[batch]
-        kernel = compile_topk_receive(ExchangeConfig(self.geometry, batch))
+        kernel = self._kernels[batch]["topk_receive"]
         run_topk_receive(kernel, self.mailbox, received, self.deadline_nanoseconds, _stream())
         return topk.selected_by_rank(received, self.rank)
 
     def query_push(self, query: torch.Tensor) -> None:
         """Stage 1: own heads' query (BF16 [B, H, 576]) as E4M3 into every rank's query mailbox."""
-        run_query(compile_query(QueryConfig(self.geometry, len(query))), self.mailbox, query.contiguous(), _stream())
+        run_query(self._kernels[len(query)]["query_push"], self.mailbox, query.contiguous(), _stream())
 
     def sparse_decode_push(self, cache: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor) -> None:
         """Stage 2, push route. cache: uint8 [N, 576]; rows: int32 [B, K], contiguous; valid: int32 [B]."""
@@ -93,7 +90,7 @@ class GpuStages:
 
     def value_push(self, partial: LocalPartial) -> None:
         """Stage 3a, local route: push what stage 2 left, its LSE turned from natural to base 2."""
-        kernel = compile_value_push(ValueConfig(self.geometry, len(partial.latent), self.push))
+        kernel = self._kernels[len(partial.latent)]["value_push"]
         run_value_push(kernel, self.mailbox, partial.latent, partial.lse_ln, _stream())
 
     def merge(self, batch: int, after: Stage) -> torch.Tensor:
@@ -101,8 +98,7 @@ class GpuStages:
         assert (after == Stage.SPARSE) == self.push
         shape = (batch, self.geometry.owner_heads, numerics.LATENT_DIM)
         merged = torch.empty(shape, dtype=torch.bfloat16, device=mailbox_device(self.mailbox))
-        kernel = compile_value(ValueConfig(self.geometry, batch, self.push))
-        run_value(kernel, self.mailbox, merged, self.deadline_nanoseconds, _stream())
+        run_value(self._kernels[batch]["merge"], self.mailbox, merged, self.deadline_nanoseconds, _stream())
         return merged
 
     def _decode(
@@ -111,7 +107,7 @@ class GpuStages:
         if rows.shape[1] != self.geometry.topk or not rows.is_contiguous():
             raise ValueError(f"rows {tuple(rows.shape)} must be contiguous and {self.geometry.topk} wide")
         run_sparse(
-            compile_sparse(sparse_config(self.geometry, len(valid), self.push)),
+            self._kernels[len(valid)]["sparse_decode"],
             self.mailbox,
             cache,
             rows,
