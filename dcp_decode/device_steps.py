@@ -59,14 +59,16 @@ AS_PLACED = StepPolicy()
 class StepStatistics:
     """How the steps of a process ran.
 
-    host_seconds: of each replay, from the plan to the launched graph. notes: one line a shape, and what else decided.
-    bytes_in_use: of the whole device, after the newest capture and at the end (0 on a CPU).
+    Of each replay: host_seconds from the plan to the launched graph, step_seconds from the plan to its results.
+    bytes_after_capture, bytes_at_end: in use on the whole device after the newest capture, and after the last step (0
+    on a CPU). notes: one line a shape, and what else decided.
     """
 
     replays: int = 0
     eager_steps: int = 0
     captures: int = 0
     host_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
     bytes_after_capture: int = 0
     bytes_at_end: int = 0
     notes: list[str] = field(default_factory=list)
@@ -161,17 +163,22 @@ class DeviceSteps:
         if replay and buffers.graph is None:
             self._capture(buffers)
             started = time.perf_counter()
+        launched = None
         with self._on_stream():
             if replay and buffers.graph is not None:
                 buffers.graph.replay()
-                self.statistics.replays += 1
-                self.statistics.host_seconds.append(time.perf_counter() - started)
+                launched = time.perf_counter()
             else:
                 lockstep = self.lockstep or not buffers.uses
                 self._enqueue(buffers, self.before_stage, self.synchronize_ranks if lockstep else None)
-                self.statistics.eager_steps += 1
         self._synchronize()
         buffers.uses += 1
+        if launched is None:
+            self.statistics.eager_steps += 1
+        else:
+            self.statistics.replays += 1
+            self.statistics.host_seconds.append(launched - started)
+            self.statistics.step_seconds.append(time.perf_counter() - started)
         self._newest = buffers
         self._refuse_expired(buffers.any_expired)
         return buffers.results(batch, verified)
@@ -204,8 +211,8 @@ class DeviceSteps:
             f"nothing between two events takes {np.median(empty) * 1e6:.2f} us",
         )
 
-    def close(self) -> StepStatistics:
-        """The statistics of all steps."""
+    def finish(self) -> StepStatistics:
+        """The statistics, once all steps have run."""
         self.statistics.bytes_at_end = self._bytes_in_use()
         return self.statistics
 

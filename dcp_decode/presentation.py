@@ -72,6 +72,8 @@ def publish(conclusion: Conclusion, plan: Plan) -> None:
         sys.stdout.flush()
     if conclusion.error is not None:
         print(f"error: {conclusion.error}", file=sys.stderr, flush=True)
+    if conclusion.document.get("forensics") is not None:
+        print(f"forensics: {conclusion.document['forensics']}", file=sys.stderr, flush=True)
     print(path, flush=True)
 
 
@@ -105,9 +107,11 @@ def _times(times: Mapping[str, float]) -> str:
 
 
 def _execution(execution: Mapping[str, Any]) -> str:
-    steps = execution["replays"] + execution["eager_steps"]
-    replayed = f"{execution['replays']} of {steps}"
-    return f"{replayed}, host work {_times(execution['host_work'])}" if execution["replays"] else replayed
+    replays = execution["replays"]
+    replayed = f"{replays} of {replays + execution['eager_steps']}"
+    if not replays:
+        return replayed
+    return f"{replayed}, each {_times(execution['replayed_step'])}; host work {_times(execution['host_work'])}"
 
 
 def _acceptance(histogram: list[int]) -> str:

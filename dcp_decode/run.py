@@ -20,7 +20,7 @@ from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.cpu.stages import CpuStages
 from dcp_decode.device_rank import DeviceRank, step_batches
-from dcp_decode.device_steps import AS_PLACED, DeviceSteps, StepPolicy
+from dcp_decode.device_steps import AS_PLACED, DeviceSteps, StepPolicy, StepStatistics
 from dcp_decode.errors import ConfigError
 from dcp_decode.fabric.memory import Fabric
 from dcp_decode.fabric.placement import Placement, open_fabric, place
@@ -141,6 +141,7 @@ class Run:
         self.placement = placement
         self.policy = policy
         self.stage_clock = CPU_CLOCK
+        self.statistics: StepStatistics | None = None
         self.ranks: list[RankState] = []
         self.device_steps: DeviceSteps | None = None
         self._check_pages()
@@ -171,6 +172,7 @@ class Run:
             if on_progress is not None:
                 on_progress(self._progress())
         if self.device_steps is not None:
+            self.statistics = self.device_steps.finish()
             self._measure_stages(self.device_steps)
         return self._gather()
 
@@ -280,7 +282,7 @@ class Run:
     def _measure_stages(self, device_steps: DeviceSteps) -> None:
         times = device_steps.measure_stages(TIMED_REPLAYS)
         if times is None:
-            self.stage_clock = "none: ranks share the GPU, or stages are intercepted, so no graph may run"
+            self.stage_clock = "none: no step ran, ranks share the GPU, or stages are intercepted"
             return
         self.stage_clock = times.clock
         for rank, seconds in times.seconds:
@@ -295,8 +297,7 @@ class Run:
 
     def _gather(self) -> RunSummary:
         agree(self.control, "the schedule", {"service state": self.service.fingerprint()})
-        statistics = None if self.device_steps is None else self.device_steps.close()
-        everyone = self.control.all_gather((self.summaries, self.verifier.worst, statistics), "summaries")
+        everyone = self.control.all_gather((self.summaries, self.verifier.worst, self.statistics), "summaries")
         summaries = sorted((one for many, _, _ in everyone for one in many), key=lambda summary: summary.rank)
         seconds = np.array([summary.seconds for summary in summaries]).reshape(len(summaries), -1, len(TIMED))
         slowest = seconds.max(axis=0)  # (iterations, stages)

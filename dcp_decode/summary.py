@@ -71,13 +71,18 @@ def execution_of(asked: str, processes: list[StepStatistics]) -> dict[str, objec
     if not processes:
         return None
     first = processes[0]
-    slowest = np.array([process.host_seconds for process in processes]).max(axis=0)  # of each replay
+
+    def slowest(name: str) -> dict[str, float]:
+        """Statistics over the replays of the most that any process took for each."""
+        return stage_statistics(np.array([getattr(process, name) for process in processes]).max(axis=0))
+
     return {
         "asked": asked,
         "replays": first.replays,
         "eager_steps": first.eager_steps,
         "captures": first.captures,
-        "host_work": stage_statistics(slowest),
+        "host_work": slowest("host_seconds"),
+        "replayed_step": slowest("step_seconds"),
         "device_bytes": {
             "after_last_capture": max(process.bytes_after_capture for process in processes),
             "at_end": max(process.bytes_at_end for process in processes),

@@ -1,11 +1,11 @@
-"""The whole service on a GPU: eight virtual ranks in one process, and eight NVSHMEM processes on the one GPU."""
+"""The whole service on one GPU, eight virtual ranks in one process: verification, graphs, memory, expired waits."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,16 +15,25 @@ pytest.importorskip("pydantic", reason="the service's config needs pydantic")
 
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.solo import SoloControlPlane
-from dcp_decode.run import run_rank
+from dcp_decode.device_steps import StepPolicy
+from dcp_decode.errors import WAIT_EXPIRED
+from dcp_decode.fabric.loopback import LoopbackFabric
+from dcp_decode.kernels.stages import GpuStages
+from dcp_decode.run import TIMED_REPLAYS, run_rank
+from dcp_decode.step import TIMED
 from dcp_decode.summary import RunSummary
+from dcp_decode.waits import MailboxTimeout
 
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = 3  # odd: the uses of a step then change generation
+HOST_MICROSECONDS = 50.0  # of a replayed step: what the project promises
+EAGER = StepPolicy(may_replay=lambda step: False)
 
 
 def gpu_config(**overrides: object) -> RunConfig:
+    """The default config on one GPU, unverified; a key of the config with __ for its dot."""
     values = {
         "parallel.device": "cuda",
         "parallel.fabric": "loopback",
@@ -36,8 +45,14 @@ def gpu_config(**overrides: object) -> RunConfig:
     return load_config(None, values)
 
 
-def run_here(config: RunConfig, may_replay=lambda step: True) -> RunSummary:
-    return run_rank(config, SoloControlPlane(), may_replay=may_replay)
+def one_long_request(**overrides: object) -> RunConfig:
+    """A single request for as many steps as asked: every step has one shape until its pages grow."""
+    synthetic = {"requests": 1, "input_length": 3000, "output_length": 12_000}
+    return gpu_config(workload__synthetic=synthetic, mailbox__capacity=5, **overrides)
+
+
+def run_here(config: RunConfig, **arguments: object) -> RunSummary:
+    return run_rank(config, SoloControlPlane(), **arguments)
 
 
 @pytest.mark.parametrize("route", ["push", "local"])
@@ -47,44 +62,82 @@ def test_verified_end_to_end(route):
     assert summary.verified is True
     assert summary.checked_steps == 4
     assert summary.device.startswith("cuda")
+    for name in TIMED:
+        times = summary.stage_seconds[name]
+        assert len(times) == TIMED_REPLAYS * LAYERS
+        assert (times > 0).all()
+    chain = summary.stage_seconds["chain"]
+    assert (chain >= summary.stage_seconds["sparse_decode"]).all()
 
 
 def test_graphs_and_eager_steps_in_any_order_leave_one_digest():
     config = gpu_config()
-    digests = {
-        run_here(config, may_replay).digest
-        for may_replay in (lambda step: True, lambda step: False, lambda step: step % 3 != 1)
-    }
-    assert len(digests) == 1
+    policies = (StepPolicy(), EAGER, StepPolicy(may_replay=lambda step: step % 3 != 1))
+    summaries = [run_here(config, policy=policy) for policy in policies]
+    assert len({summary.digest for summary in summaries}) == 1
+    replays = [summary.execution["replays"] for summary in summaries]
+    assert replays[0] > replays[2] > replays[1] == 0
+
+
+def test_the_config_can_ask_for_eager_steps():
+    execution = run_here(gpu_config(parallel__execution="eager")).execution
+    assert (execution["replays"], execution["eager_steps"]) == (0, 24)
 
 
 def test_another_seed_has_another_digest():
     assert run_here(gpu_config()).digest != run_here(gpu_config(workload__seed=2)).digest
 
 
-def launch(command: list[str], folder: Path, **environment: str) -> dict:
-    output = folder / "run.json"
-    options = ["--device", "cuda", "--fabric", "nvshmem", "--layers", "1", "--max-steps", "6", "--output", str(output)]
-    finished = subprocess.run(
-        [*command, "run", *options],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert output.exists(), finished.stderr[-3000:]
-    return json.loads(output.read_text())
+@pytest.mark.timeout(180)
+def test_two_thousand_replays_with_eager_steps_at_odd_places():
+    config = one_long_request(model__layers=1, service__max_steps=2060)
+    mixed = run_here(config, policy=StepPolicy(may_replay=lambda step: step % 41 not in (7, 30)))
+    execution = mixed.execution
+    assert execution["replays"] >= 1900
+    assert execution["eager_steps"] > 90
+    assert mixed.digest == run_here(config, policy=EAGER).digest
+    assert execution["host_work"]["p50_us"] <= HOST_MICROSECONDS
+    memory = execution["device_bytes"]
+    assert memory["at_end"] <= memory["after_last_capture"]
 
 
-@pytest.mark.timeout(150)
-def test_eight_processes_on_one_gpu(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
-    document = launch([*torchrun, "-m", "dcp_decode"], tmp_path)
-    assert document["verified"] is True, document["error"]
-    assert document["fabric"] == "nvshmem"
-    alone = run_here(gpu_config(model__layers=1, service__max_steps=6))
-    assert document["digest"] == alone.digest
+def test_an_expired_wait_in_a_replay_names_the_silent_rank_and_ends_the_rest_at_once(monkeypatch):
+    """Rank 3 pushes no query in the captured graph: every rank's decode of layer 0 waits for it, then nobody waits."""
+    deadline, layers = 0.05, 24
+    push = GpuStages.query_push
+
+    def all_but_rank_3(stages: GpuStages, query: torch.Tensor) -> None:
+        if stages.rank != 3:
+            push(stages, query)
+
+    def silence(progress) -> None:
+        if progress.steps == 1:  # it ran eagerly; the second step is captured
+            monkeypatch.setattr(GpuStages, "query_push", all_but_rank_3)
+            started.append(time.perf_counter())
+
+    started: list[float] = []
+    config = one_long_request(model__layers=layers, mailbox__deadline_seconds=deadline)
+    with pytest.raises(MailboxTimeout) as failure:
+        run_here(config, on_progress=silence)
+    waits = failure.value.waits
+    assert failure.value.exit_code == WAIT_EXPIRED
+    assert [wait.waiting_rank for wait in waits] == list(range(8))
+    assert {(wait.source_rank, wait.stage) for wait in waits} == {(3, "SPARSE")}
+    # One deadline a rank, one after the other on one stream. Without the abort word, the other 23 layers' decodes would
+    # add 8 * 23 * 0.05 s = 9.2 s, their merges as much again. The capture itself takes most of the rest.
+    assert time.perf_counter() - started[0] < 8 * deadline + 4.0
+
+
+def test_a_hundred_runs_of_a_fabric_leak_nothing():
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(100):
+        fabric = LoopbackFabric(8, "cuda")
+        memories = fabric.allocate(1 << 20)
+        memories[3].regions[5].fill_(7)
+        del memories
+        fabric.close()
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_device_memory_does_not_grow_with_runs():
@@ -94,3 +147,23 @@ def test_device_memory_does_not_grow_with_runs():
     for _ in range(3):
         run_here(config)
     assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.timeout(120)
+def test_the_command_finds_its_fabric(tmp_path):
+    """As a user types it: one GPU, no launcher, nothing said about a fabric."""
+    output = tmp_path / "run.json"
+    finished = subprocess.run(
+        [sys.executable, "-m", "dcp_decode", "run", "--device", "cuda", "--max-steps", "6", "--output", str(output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    document = json.loads(output.read_text())
+    assert document["verified"] is True
+    if torch.cuda.device_count() < document["ranks"]:
+        assert (document["fabric"], document["fabric_reason"]) == ("loopback", "one process runs all ranks")
+        assert "loopback (one process runs all ranks)" in finished.stdout
+        assert document["execution"]["replays"] > 0
