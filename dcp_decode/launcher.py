@@ -2,7 +2,7 @@
 
 The environment says which: torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, MPI sets OMPI_COMM_WORLD_* or
 PMI_*. Under the built-in launcher and `launch/*.sh` somebody outlives the ranks and concludes from their records;
-under a bare torchrun or mpirun rank 0 does it, as far as it can.
+under a bare torchrun or mpirun the lowest rank that lives does it, as far as it can.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,9 @@ from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.control.torchrun import connect_torchrun
 from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.fabric.placement import processes_to_start
+from dcp_decode.forensics.archive import conclude_folder, keep
 from dcp_decode.rank_process import Body, RankProcess, leave
-from dcp_decode.records import RECORDS_VARIABLE, Plan, RankRecord, make_plan, read_records, write_plan
+from dcp_decode.records import RECORDS_VARIABLE, Plan, RankRecord, await_records, make_plan, read_records, write_plan
 from dcp_decode.results import Conclusion, conclude
 from dcp_decode.supervisor import supervise
 
@@ -112,7 +112,7 @@ def _execute_here(plan: Plan, config: RunConfig, body: Body, publish: Publish) -
             wait_deadline_seconds=config.mailbox.deadline_seconds,
             control_deadline_seconds=config.mailbox.control_deadline_seconds,
         )
-        conclusion = conclude(plan, read_records(folder))
+        conclusion = conclude_folder(plan, folder)
     publish(conclusion, plan)
     return conclusion.exit_code
 
@@ -123,13 +123,19 @@ def _execute_as_rank(plan: Plan, config: RunConfig, body: Body, publish: Publish
     process = RankProcess(launcher.rank, folder)
     process.handle_terminate()
     record = process.run(lambda: connect(launcher, config.mailbox.control_deadline_seconds), body)
-    if not shared and launcher.rank == 0:
-        records = dict(enumerate(process.records)) or _late_records(folder, plan.processes)
-        publish(conclude(plan, records), plan)
+    if not shared and _concludes(record, folder):
+        records = dict(enumerate(process.records)) or await_records(folder, plan.processes, LATE_RECORDS_SECONDS)
+        publish(keep(conclude(plan, records), plan, folder), plan)
         shutil.rmtree(folder, ignore_errors=True)
     if record.outcome != "ok":
         leave(record.exit_code)  # not through MPI_Finalize, which waits for peers that may be gone
     return record.exit_code
+
+
+def _concludes(record: RankRecord, folder: Path) -> bool:
+    """Whether this rank draws the conclusion: all lower ones died without a word."""
+    spoken = read_records(folder)
+    return all(str(rank) in record.dead_peers and rank not in spoken for rank in range(record.rank))
 
 
 def _folder_of_parent() -> Path:
@@ -138,11 +144,3 @@ def _folder_of_parent() -> Path:
     folder = Path(tempfile.gettempdir()) / f"dcp_decode-{os.getuid()}-{os.getppid()}-{started}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
-
-
-def _late_records(folder: Path, processes: int) -> dict[int, RankRecord]:
-    """The records in a folder, after a short wait for the ranks that are still writing theirs."""
-    until = time.monotonic() + LATE_RECORDS_SECONDS
-    while len(read_records(folder)) < processes and time.monotonic() < until:
-        time.sleep(0.02)
-    return read_records(folder)

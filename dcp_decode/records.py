@@ -108,7 +108,7 @@ def make_plan(command: str, config: RunConfig, launcher: str, output: str | None
 
 
 def write_plan(folder: Path, plan: Plan) -> None:
-    _write(folder / "plan.json", asdict(plan))
+    write_json(folder / "plan.json", asdict(plan))
 
 
 def read_plan(folder: Path) -> Plan:
@@ -117,7 +117,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 def write_record(folder: Path, record: RankRecord) -> None:
-    _write(folder / f"rank-{record.rank}.json", asdict(record))
+    write_json(folder / f"rank-{record.rank}.json", asdict(record))
 
 
 def read_records(folder: Path) -> dict[int, RankRecord]:
@@ -126,7 +126,16 @@ def read_records(folder: Path) -> dict[int, RankRecord]:
     return {record.rank: record for record in sorted(records, key=lambda record: record.rank)}
 
 
-def _write(path: Path, document: dict[str, Any]) -> None:
+def await_records(folder: Path, processes: int, patience_seconds: float) -> dict[int, RankRecord]:
+    """The records present once all ranks have one, or after `patience_seconds`."""
+    until = time.monotonic() + patience_seconds
+    while len(records := read_records(folder)) < processes and time.monotonic() < until:
+        time.sleep(0.02)
+    return records
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a file that is whole whenever it is there."""
     # Written aside and renamed: a process killed meanwhile leaves no half record.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(document))
