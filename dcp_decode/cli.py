@@ -19,6 +19,7 @@ from dcp_decode.commands.build import build
 from dcp_decode.commands.compare import compare
 from dcp_decode.commands.conclude import conclude
 from dcp_decode.commands.doctor import doctor
+from dcp_decode.commands.explain import explain
 from dcp_decode.commands.run import run
 from dcp_decode.commands.soak import soak
 from dcp_decode.errors import BAD_INPUT, DcpDecodeError
@@ -33,7 +34,7 @@ def commands() -> None:
     """Decode context parallelism (DCP) of sparse MLA models: verify and measure."""
 
 
-for command in (run, soak, build, compare, doctor, conclude):
+for command in (run, soak, build, compare, doctor, explain, conclude):
     commands.add_command(command)
 
 

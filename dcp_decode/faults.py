@@ -3,6 +3,8 @@
     delay     the rank sleeps 0 .. longest_delay_seconds before a stage, a quarter of the longest in the mean
     stop      the whole process is stopped (SIGSTOP) before a stage, and continued after stop_seconds
     kill      the process ends itself with SIGKILL
+    raise     the rank raises an exception that nobody expects
+    late      the rank sleeps for late_seconds
     slow      the process computes for a share longer, before each stage but a layer's first
     corrupt   a word of the rank's slot in a victim's value, query or top-k mailbox is overwritten after it has arrived
     sentinel  a query head, a cache row or (local route) a partial row is replaced by one bit pattern
@@ -91,6 +93,9 @@ class FaultPlan:
     slowdown: float = 0.0
     stop_at: Place | None = None
     kill_at: Place | None = None
+    raise_at: Place | None = None
+    late_at: Place | None = None
+    late_seconds: float = 0.0
     corruption: Corruption | None = None
     sentinel: Sentinel | None = None
 
@@ -141,6 +146,10 @@ class FaultInjector:
             self._stop()
         if place == self.plan.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if place == self.plan.raise_at:
+            raise RuntimeError(f"injected before {stage}")
+        if place == self.plan.late_at:
+            time.sleep(self.plan.late_seconds)
         if self.plan.corruption is not None:
             self._corrupt(self.plan.corruption, place, run.state.stages.mailbox)
         if self.plan.sentinel is not None:

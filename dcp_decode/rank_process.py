@@ -1,30 +1,35 @@
-"""The life of one rank's process, the same under every launcher: connect, run the body, leave a record.
+"""The life of one rank's process, the same under every launcher: connect, run the body, leave a record and evidence.
 
-A body is a function of the control plane that returns a `RankReport`. However it ends, `run_as_rank` writes the
+A body is a function of the control plane that returns a `RankReport`. However it ends, `RankProcess.run` writes the
 rank's record, tells the peers, and returns the record.
 
 torchrun and mpirun end survivors with SIGTERM within 0.25 s of a death, often before they have noticed it themselves;
-torchrun follows with SIGKILL after 30 s, mpirun after 0.25 s (both measured). So a rank told to stop writes a record at
-once, then goes on for LAST_WORDS_SECONDS: a wait for the dead rank fails by itself meanwhile, and that better record
-replaces the first. Otherwise an alarm ends the process.
+torchrun follows with SIGKILL after 30 s, mpirun after 0.25 s (both measured). So a thread waits for SIGTERM, whatever
+the main thread is doing: it writes a record and the evidence at once, then gives the main thread LAST_WORDS_SECONDS: a
+wait for the dead rank fails by itself meanwhile, and that better record replaces the first. Otherwise it ends the
+process. faulthandler has written all Python stacks before that, and does so on fatal signals too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.environment import describe_device
 from dcp_decode.errors import VERIFIED, WAIT_EXPIRED, WRONG_RESULT, DcpDecodeError, RankDied, WaitFailed
+from dcp_decode.forensics.black_box import black_box
+from dcp_decode.forensics.evidence import stacks_path, write_evidence
 from dcp_decode.records import Outcome, RankRecord, RankReport, write_record
 
 Body = Callable[[ControlPlane], RankReport]
@@ -41,11 +46,19 @@ class RankProcess:
         self.control: ControlPlane | None = None
         self.records: list[RankRecord] = []  # of all ranks, once the group has ended in order
         self._own_record: RankRecord | None = None  # once it stands, SIGTERM doesn't change it
+        self._lock = threading.Lock()  # of the record's file
 
     def handle_terminate(self) -> None:
-        """From now on SIGTERM leaves a record; early, before slow connections."""
-        signal.signal(signal.SIGTERM, self._terminate)
-        signal.signal(signal.SIGALRM, self._leave)
+        """From now on SIGTERM leaves a record; early, before slow connections. In the main thread."""
+        told, tell = os.pipe()
+        os.set_blocking(tell, False)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # not the default, which would end the process
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        if self.folder is not None:
+            stacks = stacks_path(self.folder, self.rank).open("w")  # stays open: faulthandler keeps its descriptor
+            faulthandler.enable(stacks)
+            faulthandler.register(signal.SIGTERM, stacks, all_threads=True, chain=True)
+        threading.Thread(target=self._await_terminate, args=(told,), name="SIGTERM", daemon=True).start()
 
     def run(self, connect: Callable[[], ControlPlane], body: Body) -> RankRecord:
         """Connect and run the body. Never raises: every failure is in the record."""
@@ -58,13 +71,18 @@ class RankProcess:
         except DcpDecodeError as error:
             waits = error.expired_waits if isinstance(error, WaitFailed) else []
             failure = str(error)
+            if error.exit_code in (WRONG_RESULT, WAIT_EXPIRED):
+                self._collect(failure, traceback.format_exc())
             record = self._record(
                 "failed", error.exit_code, failure, consequence=isinstance(error, RankDied), expired_waits=waits
             )
         except Exception as error:
             failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            self._collect(failure, traceback.format_exc())
             record = self._record("crashed", WAIT_EXPIRED, failure, traceback=traceback.format_exc())
-        self._write(record)
+        with self._lock:
+            self._own_record = record
+            self._write(record)
         if self.control is not None:
             # A rank that stops because of a dead peer leaves quietly, so that the blame stays with that peer.
             self.control.close(None if record.consequence else failure)
@@ -95,25 +113,31 @@ class RankProcess:
         )
 
     def _write(self, record: RankRecord) -> None:
-        self._own_record = record
         if self.folder is not None:
-            write_record(self.folder, record)
+            with contextlib.suppress(FileNotFoundError):  # of a bare launcher, and the conclusion is drawn
+                write_record(self.folder, record)
 
-    def _terminate(self, _number: int, _frame: FrameType | None) -> None:
-        if self._own_record is not None:
-            return  # it is ending anyway
+    def _collect(self, reason: str, trace: str | None) -> None:
+        folder = self.folder
+        if folder is not None:
+            black_box.collect(self.rank, self.control, reason, trace, lambda evidence: write_evidence(folder, evidence))
+
+    def _await_terminate(self, told: int) -> None:
+        while signal.SIGTERM not in os.read(told, 64):
+            pass
+        leave_at = time.monotonic() + LAST_WORDS_SECONDS
         waits = [] if self.control is None else self.control.waits()
-        record = self._record(
-            "terminated", WAIT_EXPIRED, "told to stop (SIGTERM)", consequence=True, expired_waits=waits
-        )
-        if self.folder is not None:
-            write_record(self.folder, record)
-        signal.setitimer(signal.ITIMER_REAL, LAST_WORDS_SECONDS)
-
-    def _leave(self, _number: int, _frame: FrameType | None) -> None:
-        if self._own_record is None:
-            # Neither the interpreter's exit handlers nor MPI_Finalize: both may wait for peers that are gone.
-            leave(WAIT_EXPIRED)
+        with self._lock:
+            if self._own_record is not None:
+                return  # it is ending anyway
+            reason = "told to stop (SIGTERM)"
+            self._write(self._record("terminated", WAIT_EXPIRED, reason, consequence=True, expired_waits=waits))
+        self._collect(reason, None)
+        time.sleep(max(0.0, leave_at - time.monotonic()))
+        with self._lock:
+            if self._own_record is None:
+                # Neither the interpreter's exit handlers nor MPI_Finalize: both may wait for peers that are gone.
+                leave(WAIT_EXPIRED)
 
 
 def leave(exit_code: int) -> None:

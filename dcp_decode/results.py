@@ -71,15 +71,24 @@ def conclude(plan: Plan, records: Mapping[int, RankRecord]) -> Conclusion:
 
 
 def write_document(document: Mapping[str, Any], output: str | None, started: float) -> Path:
-    """Write to `output`, or to results/run-<utc>-<pid>.json under the working directory; the path."""
-    if output is None:
-        stamp = datetime.fromtimestamp(started, UTC).strftime("%Y%m%dT%H%M%SZ")
-        path = Path("results") / f"run-{stamp}-{os.getpid()}.json"
-    else:
-        path = Path(output)
+    """Write to `document_path`; the path."""
+    path = document_path(output, started)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
+    path.write_text(document_text(document))
     return path
+
+
+def document_path(output: str | None, started: float) -> Path:
+    """`output`, or results/run-<utc>-<pid>.json under the working directory."""
+    if output is not None:
+        return Path(output)
+    stamp = datetime.fromtimestamp(started, UTC).strftime("%Y%m%dT%H%M%SZ")
+    return Path("results") / f"run-{stamp}-{os.getpid()}.json"
+
+
+def document_text(document: Mapping[str, Any]) -> str:
+    """The document as JSON; infinities and NaNs become null."""
+    return json.dumps(_finite(document), indent=1, allow_nan=False) + "\n"
 
 
 def _lost(rank: int) -> RankRecord:
@@ -93,12 +102,16 @@ def _first_cause(records: list[RankRecord]) -> RankRecord | None:
         if record.outcome in ("crashed", "killed"):
             return 1, LATEST, record.ended
         # A wait at a later stage, or in a later use, follows from one at an earlier: the least advanced is the cause.
-        return 3 if record.consequence else 2, min(map(_advance, record.expired_waits), default=LATEST), record.ended
+        return (
+            3 if record.consequence else 2,
+            min(map(wait_advance, record.expired_waits), default=LATEST),
+            record.ended,
+        )
 
     return min((record for record in records if record.outcome != "ok"), key=urgency, default=None)
 
 
-def _advance(wait: Mapping[str, object]) -> tuple[float, float]:
+def wait_advance(wait: Mapping[str, object]) -> tuple[float, float]:
     """(use, stage) of a mailbox wait, in stream order; control-plane waits come last."""
     stage, use = wait.get("stage"), wait.get("use")
     return (use, STAGE_ORDER.index(stage)) if stage in STAGE_ORDER and isinstance(use, int) else LATEST

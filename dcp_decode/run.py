@@ -24,6 +24,7 @@ from dcp_decode.device_steps import AS_PLACED, DeviceSteps, StepPolicy, StepStat
 from dcp_decode.errors import ConfigError
 from dcp_decode.fabric.memory import Fabric
 from dcp_decode.fabric.placement import Placement, open_fabric, place
+from dcp_decode.forensics.black_box import black_box
 from dcp_decode.kernels.fingerprint import source_hash
 from dcp_decode.mailbox import Mailbox, MailboxLayout
 from dcp_decode.service import Service, ServiceSettings, StepPlan
@@ -113,6 +114,7 @@ def _opened(placement: Placement, size: int, control: ControlPlane) -> Iterator[
     except BaseException:
         fabric.abandon()
         raise
+    black_box.forget()
     fabric.close()
 
 
@@ -165,6 +167,7 @@ class Run:
     def complete(self, on_progress: Callable[[Progress], None] | None) -> RunSummary:
         """Drain the service (or stop at max_steps), then gather what all ranks measured."""
         if self.config.verify.mode != "off":
+            black_box.at("needle test")
             self._check_needle()
             self.control.barrier("needle test")
         while (plan := self.service.next_step()) is not None:
@@ -190,6 +193,7 @@ class Run:
         mailboxes = [Mailbox(layout, memory) for memory in self.fabric.allocate(layout.nbytes)]
         for mailbox in mailboxes:
             mailbox.arm()
+        black_box.watch(mailboxes)
         return mailboxes
 
     def _cpu_ranks(self) -> list[RankState]:
@@ -245,13 +249,16 @@ class Run:
             self.device_steps.check_needle(seed)
 
     def _step(self, plan: StepPlan) -> None:
+        black_box.at("prefill", plan.index)
         for index in plan.prefills:
             self._prefill(index)
         if plan.prefills:
             self.control.barrier(f"prefill of step {plan.index}")
         batch = Batch(plan.rows, {row.request: self.service.request(row.request) for row in plan.rows})
         checked = self._is_checked(plan.index)
+        black_box.at("layers", plan.index)
         layers = self._run_layers(plan.index, batch, checked)
+        black_box.at("verification", plan.index)
         for number, run in enumerate(layers):
             account(self.summaries[number % len(self.summaries)], run)
         if checked:
@@ -274,9 +281,10 @@ class Run:
         """All layers of a step, each of all local ranks."""
         if self.device_steps is not None:
             return self.device_steps.run(step, batch, checked)
+        before_stage = black_box.noting(step, self.before_stage)
         runs: list[LayerRun[Batch]] = []
         for layer in range(self.layers):
-            runs += verify_layer(self.ranks, layer, batch, self.config.parallel.route, self.before_stage)
+            runs += verify_layer(self.ranks, layer, batch, self.config.parallel.route, before_stage)
         return runs
 
     def _measure_stages(self, device_steps: DeviceSteps) -> None:

@@ -22,9 +22,10 @@ from typing import Any
 from dcp_decode.config import RunConfig
 from dcp_decode.errors import VERIFIED, WRONG_RESULT, ConfigError
 from dcp_decode.faults import FaultCounts, FaultPlan
+from dcp_decode.forensics.archive import conclude_folder
 from dcp_decode.rank_process import Body
-from dcp_decode.records import Plan, read_records, write_plan
-from dcp_decode.results import Conclusion, conclude
+from dcp_decode.records import Plan, write_plan
+from dcp_decode.results import Conclusion
 from dcp_decode.supervisor import supervise
 
 KINDS = ("delays", "stops")
@@ -144,7 +145,7 @@ def _run_round(
             wait_deadline_seconds=config.mailbox.deadline_seconds,
             control_deadline_seconds=config.mailbox.control_deadline_seconds,
         )
-        conclusion = conclude(plan, read_records(folder))
+        conclusion = conclude_folder(plan, folder)
         counts = read_counts(folder)
     return conclusion, Round(number, time.monotonic() - started, conclusion.document["digest"], counts)
 

@@ -22,8 +22,8 @@ from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.faults import FaultInjector, FaultPlan
-from dcp_decode.records import RankReport, make_plan, read_records
-from dcp_decode.results import conclude
+from dcp_decode.forensics.archive import conclude_folder
+from dcp_decode.records import RankReport, make_plan
 from dcp_decode.run import run_rank
 from dcp_decode.soak import read_counts, write_counts
 from dcp_decode.step import LayerRun
@@ -52,14 +52,15 @@ class Answer:
     verified: bool | None
     counts: dict[str, float]
     merged: dict[tuple[int, int, int], torch.Tensor]
+    archive: bytes | None
 
 
 def run_group(request: Request) -> Answer:
     """Fork the ranks, wait for them, and conclude."""
     config = load_config(None, request.overrides)
-    plan = make_plan("run", config, "builtin", None)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as results:
         folder = Path(name)
+        plan = make_plan("run", config, "builtin", str(Path(results) / "run.json"))
         supervise(
             lambda control: _run_rank(config, request.faults, folder, control),
             plan.processes,
@@ -67,7 +68,7 @@ def run_group(request: Request) -> Answer:
             wait_deadline_seconds=config.mailbox.deadline_seconds,
             control_deadline_seconds=config.mailbox.control_deadline_seconds,
         )
-        conclusion = conclude(plan, read_records(folder))
+        conclusion = conclude_folder(plan, folder)
         merged: dict[tuple[int, int, int], torch.Tensor] = {}
         for path in folder.glob("merged-*"):
             merged |= torch.load(path)
@@ -81,6 +82,7 @@ def run_group(request: Request) -> Answer:
             document["verified"],
             asdict(read_counts(folder)),
             merged,
+            Path(document["forensics"]).read_bytes() if document["forensics"] else None,
         )
 
 

@@ -19,6 +19,7 @@ from dcp_decode import cli
 from dcp_decode.config import load_config
 from dcp_decode.control.plane import ControlPlane, Peer
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, ConfigError, UnsupportedEnvironment
+from dcp_decode.forensics.archive import read
 from dcp_decode.launcher import check_world, detect_launcher
 from dcp_decode.records import RankRecord, RankReport, make_plan, read_records
 from dcp_decode.results import Conclusion, conclude
@@ -190,9 +191,12 @@ def test_interrupted_parent_stops_its_ranks_and_reports(number: signal.Signals, 
     output, errors = process.communicate(timeout=20)
     assert process.returncode == WAIT_EXPIRED
     assert wait_until_gone(ranks) == []
-    assert errors == "error: told to stop (SIGTERM)\n"
+    archive = tmp_path / "out.forensics.tar.gz"
+    assert errors == f"error: told to stop (SIGTERM)\nforensics: {archive}\n"
     document = json.loads(Path(output.splitlines()[-1]).read_text())
     assert [record["outcome"] for record in document["records"]] == ["terminated"] * 4
+    assert document["forensics"] == str(archive)
+    assert list(read(archive).evidence) == [0, 1, 2, 3]
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

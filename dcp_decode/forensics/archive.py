@@ -1,0 +1,168 @@
+"""One archive a failed run: everything its ranks and its launcher left, beside the run's JSON document.
+
+    run.json -> run.forensics.tar.gz:  manifest.json, document.json, plan.json,
+                                       rank-<r>.json, forensics-<r>.json, stacks-<r>.txt
+
+Written aside and renamed, so a name that exists is a whole archive. It is read in memory and never unpacked. No torch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import sys
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from dcp_decode.errors import WAIT_EXPIRED, WRONG_RESULT, DcpDecodeError
+from dcp_decode.forensics.evidence import RankEvidence
+from dcp_decode.records import Plan, RankRecord, read_records
+from dcp_decode.results import Conclusion, conclude, document_path, document_text
+
+FORMAT = "dcp_decode forensics"
+SCHEMA = 1
+SUFFIX = ".forensics.tar.gz"
+LARGEST_MEMBER_BYTES = 64 << 20
+LARGEST_ARCHIVE_BYTES = 512 << 20
+
+
+class BadArchive(DcpDecodeError):
+    """A file that is no archive of ours, or a damaged one."""
+
+
+class _Document(BaseModel):
+    """What a diagnosis reads of the run's JSON document."""
+
+    model_config = ConfigDict(frozen=True)
+
+    command: str
+    launcher: str
+    fabric: str
+    route: str
+    ranks: int
+    exit_code: int
+    error: str | None
+    versions: dict[str, str]
+    commit: str | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A failed run as its archive has it. stacks: text of faulthandler by rank, where it wrote any."""
+
+    document: _Document
+    plan: Plan
+    records: dict[int, RankRecord]
+    evidence: dict[int, RankEvidence]
+    stacks: dict[int, str]
+
+
+def conclude_folder(plan: Plan, folder: Path) -> Conclusion:
+    """Judge a run by the folder that its ranks and its launcher wrote to, and keep that folder if the run failed."""
+    return keep(conclude(plan, read_records(folder)), plan, folder)
+
+
+def keep(conclusion: Conclusion, plan: Plan, folder: Path) -> Conclusion:
+    """Pack the folder of a run that failed; the conclusion with the archive's path in its document (null: none).
+
+    An archive that can't be written is said on standard error and changes nothing else.
+    """
+    path = None
+    if conclusion.exit_code in (WRONG_RESULT, WAIT_EXPIRED):
+        document = document_path(plan.output, plan.started)
+        path = document.with_name(document.name.removesuffix(".json") + SUFFIX)
+        try:
+            _write(path, plan, folder, conclusion.document)
+        except OSError as error:
+            print(f"forensics: {path} not written: {error.strerror}", file=sys.stderr, flush=True)
+            path = None
+    return replace(conclusion, document=conclusion.document | {"forensics": None if path is None else str(path)})
+
+
+def read(path: Path) -> Case:
+    """Raises BadArchive."""
+    try:
+        members = dict(_members(path))
+    except OSError as error:
+        if isinstance(error, gzip.BadGzipFile):
+            raise BadArchive(f"{path}: is no forensics archive (not a gzip file)") from None
+        raise BadArchive(f"{path}: can't be read ({error.strerror})") from None
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise BadArchive(f"{path}: is damaged or no forensics archive ({error})") from None
+    manifest = members.get("manifest.json")
+    if manifest is None or _parsed(path, "manifest.json", manifest, dict[str, Any]).get("format") != FORMAT:
+        raise BadArchive(f"{path}: is no forensics archive of dcp-decode (no manifest of the format)")
+    schema = _parsed(path, "manifest.json", manifest, dict[str, Any]).get("schema")
+    if schema != SCHEMA:
+        raise BadArchive(f"{path}: manifest.json: schema = {schema!r}: must be {SCHEMA}")
+    for name in ("document.json", "plan.json"):
+        if name not in members:
+            raise BadArchive(f"{path}: is damaged: {name} is missing")
+    return Case(
+        document=_parsed(path, "document.json", members["document.json"], _Document),
+        plan=_parsed(path, "plan.json", members["plan.json"], Plan),
+        records=_by_rank(members, "rank-", lambda name, text: _parsed(path, name, text, RankRecord)),
+        evidence=_by_rank(members, "forensics-", lambda name, text: _parsed(path, name, text, RankEvidence)),
+        stacks=_by_rank(members, "stacks-", lambda _, text: text.decode(errors="replace")),
+    )
+
+
+def _write(path: Path, plan: Plan, folder: Path, document: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    texts = {
+        "manifest.json": json.dumps({"format": FORMAT, "schema": SCHEMA}),
+        "document.json": document_text(document),
+        "plan.json": document_text(asdict(plan)),
+    }
+    try:
+        with tarfile.open(partial, "w:gz") as archive:
+            for name, text in texts.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(text.encode())
+                archive.addfile(member, io.BytesIO(text.encode()))
+            # A name with a dot in front is half a file of a rank that was killed while it wrote.
+            for left in sorted(folder.iterdir()):
+                if left.name not in texts and not left.name.startswith(".") and left.stat().st_size:
+                    archive.add(left, left.name)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+    total = 0
+    with tarfile.open(path, "r:gz") as archive:
+        for member in archive:
+            total += member.size
+            if member.size > LARGEST_MEMBER_BYTES or total > LARGEST_ARCHIVE_BYTES:
+                raise BadArchive(f"{path}: is no forensics archive ({member.name} is too large)")
+            stream = archive.extractfile(member)
+            if stream is not None:
+                yield member.name, stream.read()
+
+
+def _by_rank(members: dict[str, bytes], prefix: str, parse: Callable[[str, bytes], Any]) -> dict[int, Any]:
+    parsed = {}
+    for name, text in members.items():
+        number = name.removeprefix(prefix).partition(".")[0]
+        if name.startswith(prefix) and number.isdecimal():
+            parsed[int(number)] = parse(name, text)
+    return dict(sorted(parsed.items()))
+
+
+def _parsed(path: Path, name: str, text: bytes, kind: Any) -> Any:
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    place = ".".join([name, *map(str, first["loc"])])
+    raise BadArchive(f"{path}: is damaged: {place}: {first['msg']}") from None
