@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,16 @@ import pynvml
 import pytest
 from rich.console import Console
 
+from dcp_decode import __version__
 from dcp_decode.config import load_config
+from dcp_decode.device_rank import step_batches
 from dcp_decode.doctor import facts as observing
 from dcp_decode.doctor import report
 from dcp_decode.doctor.facts import Import, RankFacts, try_imports
 from dcp_decode.doctor.gpus import Gpu, HostGpus, PeerPath, observe_gpus
 from dcp_decode.doctor.verdicts import Examination, examine
+from dcp_decode.kernels.aot import MANIFEST, file_hash
+from dcp_decode.kernels.fingerprint import source_hash
 from dcp_decode.launcher import Launcher
 
 pytestmark = pytest.mark.xdist_group("launch")
@@ -87,6 +91,7 @@ def test_a_laptop_runs_on_the_cpu_and_hears_why_not_on_a_gpu() -> None:
     laptop = rank_facts(gpus=())
     found = judged([laptop])
     assert (found.ready, found.answer) == (True, "8 ranks on the CPU over fabric shm")
+    assert (found.device, found.kind) == ("cpu", "cpu-64-cores")
     assert fabrics(found) == CPU_ONLY
     assert reason(found, "nvshmem") == "no CUDA GPU: the driver has no GPU"
     assert judged([laptop], parallel__device="auto").ready
@@ -94,9 +99,14 @@ def test_a_laptop_runs_on_the_cpu_and_hears_why_not_on_a_gpu() -> None:
     assert not judged([laptop], parallel__device="auto", parallel__fabric="symm_mem").ready
 
 
-def test_one_gpu_runs_eight_ranks_over_nvshmem_only() -> None:
-    found = judged([rank_facts(gpus=[gpu()])], parallel__device="cuda")
-    assert (found.ready, found.answer) == (True, "8 ranks on the GPU over fabric nvshmem")
+def test_one_gpu_runs_eight_ranks_in_one_process_or_over_nvshmem() -> None:
+    found = judged([rank_facts(gpus=[gpu()])], parallel__device="auto")
+    assert (found.ready, found.answer) == (True, "8 ranks on the GPU over fabric loopback")
+    assert (found.device, found.kind) == ("cuda", "nvidia-h200")
+    found = judged(group(gpus_a_host=1), "mpi", parallel__device="auto")
+    assert found.answer == "8 ranks on the GPU over fabric nvshmem"
+    found = judged([rank_facts(gpus=[gpu()])], parallel__device="cuda", parallel__fabric="nvshmem")
+    assert found.answer == "8 ranks on the GPU over fabric nvshmem"
     assert fabrics(found) == CPU_ONLY | {"nvshmem": True}
     assert reason(found, "symm_mem") == "needs a GPU a rank: 8 ranks, 1 GPUs"
     assert reason(found, "sparse decode") == "for sm_90a"
@@ -156,7 +166,7 @@ def test_a_pair_of_gpus_without_peer_access_is_named() -> None:
     ],
 )
 def test_every_obstacle_of_one_gpu_is_named(given: dict[str, Any], why: str) -> None:
-    found = judged([rank_facts(**given)], parallel__device="cuda")
+    found = judged([rank_facts(**given)], parallel__device="cuda", parallel__fabric="nvshmem")
     assert not found.ready
     assert why in found.answer
     assert why in reason(found, "nvshmem")
@@ -170,6 +180,51 @@ def test_small_shared_memory_is_refused_with_the_size() -> None:
 
 def test_a_world_of_another_size_is_not_ready() -> None:
     assert "torchrun started 4 ranks, but parallel.dcp is 8" in judged(group(ranks=4), "torchrun").answer
+
+
+def write_build(folder: Path, **given: object) -> None:
+    """A build of the default config for one architecture, with a library of a few bytes."""
+    folder.mkdir()
+    (folder / "kernels.so").write_bytes(b"code")
+    config = load_config()
+    symbols = [
+        {"symbol": f"s{batch}", "kernel": "merge", "batch": batch, "config": {}, "parameters": []}
+        for batch in step_batches(config.service.draft_tokens + 1, config.geometry())
+    ]
+    manifest = {
+        "dcp_decode": __version__,
+        "commit": None,
+        "dirty": None,
+        "source": source_hash(),
+        "route": "push",
+        "geometry": asdict(config.geometry()),
+        "versions": {},
+        "libraries": {"sm_90a": {"file": "kernels.so", "sha256": file_hash(folder / "kernels.so")}},
+        "kernels": symbols,
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest | given))
+
+
+def test_builds_are_matched_to_the_config_and_the_gpus(tmp_path: Path) -> None:
+    good, stale, broken = (tmp_path / name for name in ("good", "stale", "broken"))
+    write_build(good)
+    write_build(stale, source="of another day")
+    write_build(broken)
+    (broken / "kernels.so").write_bytes(b"cod")
+    folders = (good, stale, broken, tmp_path / "absent")
+    laptop = examine(load_config(), Launcher("builtin", 0, 1), [rank_facts()], folders)
+    assert [verdict.works for verdict in laptop.builds] == [True, False, False, False]
+    assert [verdict.reason.split(":")[0] for verdict in laptop.builds] == [
+        "for sm_90a, batches 2, 5, 10, 20",
+        "was built for source = 'of another day', must be '" + source_hash() + "'",
+        "kernels.so is damaged",
+        "must be a folder that `dcp-decode build` wrote; its manifest.json can't be read",
+    ]
+    blackwell = rank_facts(gpus=[gpu(capability=(10, 0))])
+    found = judged([blackwell], parallel__device="cuda", parallel__kernels=good)
+    assert (found.ready, found.answer) == (False, "was built for sm_90a, and this GPU is sm_100a: build it again")
+    no_compiler = {"imports": LOADS | {"cutlass": Import(False, "not installed")}}
+    assert judged([rank_facts(gpus=[gpu()], **no_compiler)], parallel__device="cuda", parallel__kernels=good).ready
 
 
 def text_of(examination: Examination, ranks: Sequence[RankFacts]) -> str:

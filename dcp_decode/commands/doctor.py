@@ -28,9 +28,23 @@ PLAIN_WIDTH = 200  # of a line when standard output is no terminal
 @click.command()
 @config_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output instead of the tables.")
+@click.option(
+    "--build",
+    "builds",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A folder of kernels to match; repeatable.",
+)
 @click.option("--prepare", type=click.Path(file_okay=False, path_type=Path), hidden=True)
 @click.option("--launcher", "launched_by", type=str, default="builtin", hidden=True)
-def doctor(config: Path | None, as_json: bool, prepare: Path | None, launched_by: str, **options: Any) -> int:
+def doctor(
+    config: Path | None,
+    as_json: bool,
+    builds: tuple[Path, ...],
+    prepare: Path | None,
+    launched_by: str,
+    **options: Any,
+) -> int:
     """Say whether CONFIG (default: as configs/smoke.toml) will run here, and what works on this machine.
 
     Under torchrun or mpirun: of all ranks, with what differs between them. Exit code 0 if CONFIG will run, else 2.
@@ -44,7 +58,7 @@ def doctor(config: Path | None, as_json: bool, prepare: Path | None, launched_by
 
     launcher = detect_launcher(os.environ)
     control = connect(launcher, configured.mailbox.control_deadline_seconds)
-    examination = _examine(configured, launcher, control, as_json)
+    examination = _examine(configured, launcher, control, builds, as_json)
     exit_code = VERIFIED if examination.ready else BAD_INPUT
     folder = os.environ.get(RECORDS_VARIABLE)
     if folder:
@@ -57,7 +71,9 @@ def doctor(config: Path | None, as_json: bool, prepare: Path | None, launched_by
     return exit_code
 
 
-def _examine(config: RunConfig, launcher: Launcher, control: ControlPlane, as_json: bool) -> Examination:
+def _examine(
+    config: RunConfig, launcher: Launcher, control: ControlPlane, builds: tuple[Path, ...], as_json: bool
+) -> Examination:
     """Gather the facts of all ranks and judge them; rank 0 shows the findings. Collective."""
     from rich.console import Console
 
@@ -69,7 +85,7 @@ def _examine(config: RunConfig, launcher: Launcher, control: ControlPlane, as_js
         (rank for rank, peer in enumerate(control.peers) if peer.hostname == socket.gethostname()), default=0
     )
     ranks = control.all_gather(observe(control.rank, with_imports=first_of_host), "doctor")
-    examination = examine(config, launcher, ranks)
+    examination = examine(config, launcher, ranks, builds)
     if control.rank == 0 and as_json:
         click.echo(json.dumps(report.document(examination, ranks), indent=1))
     elif control.rank == 0:

@@ -34,8 +34,10 @@ def show(console: Console, examination: Examination, ranks: Sequence[RankFacts])
         ("fabric", examination.fabrics),
         ("kernels", examination.kernels),
         ("launcher", examination.launchers),
+        ("kernels built ahead of time", examination.builds),
     ):
-        console.print(_verdicts(title, verdicts))
+        if verdicts:
+            console.print(_verdicts(title, verdicts))
     console.print(_answer(examination))
 
 

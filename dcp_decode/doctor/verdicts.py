@@ -5,16 +5,20 @@ Pure functions of facts, config and launcher; the rules are those by which `fabr
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dcp_decode.config import RunConfig
+from dcp_decode.device_rank import step_batches
 from dcp_decode.doctor.facts import Import, RankFacts
 from dcp_decode.doctor.gpus import Gpu
-from dcp_decode.errors import UnsupportedEnvironment
+from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 from dcp_decode.fabric.placement import LEAST_CAPABILITY
+from dcp_decode.kernels.aot import check_build, read_manifest
 from dcp_decode.kernels.sparse_config import ARCHITECTURES, sparse_for
 from dcp_decode.launcher import Launcher, check_world
 from dcp_decode.mailbox import MailboxLayout
@@ -43,27 +47,43 @@ class Difference:
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything that the doctor found. answer: one sentence, the verdict on running the config as it stands."""
+    """Everything that the doctor found. answer: one sentence, the verdict on running the config as it stands.
+
+    device: cpu or cuda, what the run would use. kind: of that device, the name of its baselines.
+    """
 
     ready: bool
+    device: str
+    kind: str
     answer: str
     fabrics: tuple[Verdict, ...]
     kernels: tuple[Verdict, ...]
     launchers: tuple[Verdict, ...]
+    builds: tuple[Verdict, ...]
     differences: tuple[Difference, ...]
 
 
-def examine(config: RunConfig, launcher: Launcher, ranks: Sequence[RankFacts]) -> Examination:
-    """Judge the facts of all ranks (one process without a launcher: it would start the config's ranks itself)."""
+def examine(
+    config: RunConfig, launcher: Launcher, ranks: Sequence[RankFacts], builds: Sequence[Path] = ()
+) -> Examination:
+    """Judge the facts of all ranks (one process without a launcher: it would start the config's ranks itself).
+
+    builds: folders of kernels built ahead of time, besides the config's own.
+    """
     group = _Group(config, launcher, ranks)
     fabrics = (group.loopback(), group.shm(), group.nvshmem(), group.symm_mem())
-    chosen = group.choose({verdict.name: verdict for verdict in fabrics})
+    on_gpu = group.on_gpu()
+    chosen = group.choose(on_gpu, {verdict.name: verdict for verdict in fabrics})
+    own = [] if config.parallel.kernels is None else [config.parallel.kernels]
     return Examination(
         ready=chosen.works,
+        device="cuda" if on_gpu else "cpu",
+        kind=group.kind(on_gpu),
         answer=chosen.reason,
         fabrics=fabrics,
         kernels=group.kernels(),
         launchers=group.launchers(),
+        builds=tuple(group.build(folder) for folder in (*own, *builds)),
         differences=differences(ranks),
     )
 
@@ -120,33 +140,60 @@ class _Group:
         if self.forked:
             self.per_host[ranks[0].host] = self.size
 
-    def choose(self, fabrics: Mapping[str, Verdict]) -> Verdict:
-        """What `dcp-decode run` would do."""
+    def on_gpu(self) -> bool:
+        """Where `dcp-decode run` would run, if it can."""
         parallel = self.config.parallel
+        if parallel.device == "auto" and parallel.fabric not in GPU_FABRICS:
+            return parallel.fabric != "shm" and not self.gpu_refusal()
+        return parallel.device == "cuda" or parallel.fabric in GPU_FABRICS
+
+    def choose(self, on_gpu: bool, fabrics: Mapping[str, Verdict]) -> Verdict:
+        """What `dcp-decode run` would do, and whether it can."""
         try:
             check_world(self.launcher, self.config)
         except UnsupportedEnvironment as error:
             return Verdict("run", False, str(error))
-        on_gpu = parallel.device == "cuda" or parallel.fabric in GPU_FABRICS
-        if parallel.device == "auto" and not on_gpu:
-            on_gpu = not self.gpu_refusal()
         if on_gpu and (refusal := self.gpu_refusal()):
-            return Verdict("run", False, f"parallel.device = {parallel.device}: {refusal}")
+            return Verdict("run", False, f"parallel.device = {self.config.parallel.device}: {refusal}")
         fabric = self._fabric(on_gpu, fabrics)
         where = "GPU" if on_gpu else "CPU"
         if not fabric.works:
             return Verdict("run", False, f"fabric {fabric.name} on the {where}: {fabric.reason}")
+        if on_gpu and self.config.parallel.kernels is not None:
+            build = self.build(self.config.parallel.kernels)
+            if not build.works:
+                return Verdict("run", False, build.reason)
         return Verdict("run", True, f"{self.size} ranks on the {where} over fabric {fabric.name}")
 
     def _fabric(self, on_gpu: bool, fabrics: Mapping[str, Verdict]) -> Verdict:
         named = self.config.parallel.fabric
         if named != "auto":
             return fabrics[named]
-        if not on_gpu:
-            return fabrics["loopback" if self.size == 1 else "shm"]
-        if self.size == 1:
+        distinct = len({gpu.uuid for gpu in self._own_gpus()})
+        if self.size == 1 or (on_gpu and self.forked and distinct < self.size):
             return fabrics["loopback"]
-        return fabrics["nvshmem"] if self._imports("nvshmem") == "" else fabrics["symm_mem"]
+        if not on_gpu:
+            return fabrics["shm"]
+        return fabrics["nvshmem"] if not self._imports("nvshmem") else fabrics["symm_mem"]
+
+    def kind(self, on_gpu: bool) -> str:
+        """A name of the hardware for file names: the GPU, or the processor with its cores."""
+        first = self.ranks[0]
+        gpus = self._own_gpus()
+        name = gpus[0].name if on_gpu and gpus else f"{first.processor} {first.cores} cores"
+        return "-".join(re.findall(r"[a-z0-9]+", name.lower()))
+
+    def build(self, folder: Path) -> Verdict:
+        """Whether the kernels built in a folder are those of the config, for the GPUs here."""
+        geometry, push = self.config.geometry(), self.config.parallel.route == "push"
+        batches = step_batches(self.config.service.draft_tokens + 1, geometry)
+        try:
+            wanted = sorted({architecture(gpu) for gpu in self._own_gpus()} or read_manifest(folder).libraries)
+            for name in wanted:
+                check_build(folder, geometry, push, batches, name)
+        except ConfigError as error:
+            return Verdict(str(folder), False, error.allowed)
+        return Verdict(str(folder), True, f"for {', '.join(wanted)}, batches {', '.join(map(str, batches))}")
 
     def loopback(self) -> Verdict:
         if len(self.ranks) > 1:
@@ -208,7 +255,7 @@ class _Group:
             refusal = _gpu_refusal(facts)
             if refusal:
                 return f"rank {facts.rank}: {refusal}" if len(self.ranks) > 1 else refusal
-        return self._imports("cutlass")
+        return "" if self.config.parallel.kernels else self._imports("cutlass")
 
     def _own_gpus(self) -> list[Gpu]:
         """The GPU of each rank, as a run places it: the ranks of a host take its visible GPUs in turn."""

@@ -107,9 +107,8 @@ class KernelLibrary:
 
     def __init__(self, folder: Path, geometry: Geometry, push: bool, batches: Iterable[int], architecture: str) -> None:
         self.folder = folder
-        self.manifest = read_manifest(folder)
-        _check_purpose(folder, self.manifest, geometry, push, batches)
-        self._library = ctypes.CDLL(str(_checked_file(folder, self.manifest, architecture)))
+        self.manifest, library = check_build(folder, geometry, push, batches, architecture)
+        self._library = ctypes.CDLL(str(library))
         self._error_text = self._library[ERROR_TEXT]
         self._error_text.restype = ctypes.c_char_p
         self._loaded: dict[str, Kernel] = {}
@@ -164,6 +163,15 @@ def read_manifest(folder: Path) -> Manifest:
         where = ".".join(map(str, first["loc"]))
         reason = f"{MANIFEST} is damaged: {where + ': ' if where else ''}{first['msg']}"
     raise ConfigError(KEY, str(folder), f"must be a folder that `dcp-decode build` wrote; its {reason}")
+
+
+def check_build(
+    folder: Path, geometry: Geometry, push: bool, batches: Iterable[int], architecture: str
+) -> tuple[Manifest, Path]:
+    """The manifest and the library of a build that is whole and made for exactly this. Raises ConfigError."""
+    manifest = read_manifest(folder)
+    _check_purpose(folder, manifest, geometry, push, batches)
+    return manifest, _checked_file(folder, manifest, architecture)
 
 
 def file_hash(path: Path) -> str:
