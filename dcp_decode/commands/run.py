@@ -22,9 +22,17 @@ if TYPE_CHECKING:
 @click.option(
     "--output", type=click.Path(dir_okay=False), help="The JSON document; default results/run-<utc>-<pid>.json."
 )
+@click.option("--inject", type=click.Choice(["hang", "wrong-bit"]), help="One fault that the run must end with.")
 @click.option("--prepare", type=click.Path(file_okay=False, path_type=Path), hidden=True)
 @click.option("--launcher", type=str, default="builtin", hidden=True)
-def run(config: Path | None, output: str | None, prepare: Path | None, launcher: str, **options: Any) -> int:
+def run(
+    config: Path | None,
+    output: str | None,
+    inject: str | None,
+    prepare: Path | None,
+    launcher: str,
+    **options: Any,
+) -> int:
     """Verify the requests of a trace over the ranks of CONFIG (default: as configs/smoke.toml).
 
     Starts its own ranks, or is one when torchrun or mpirun started it.
@@ -35,10 +43,14 @@ def run(config: Path | None, output: str | None, prepare: Path | None, launcher:
         click.echo(configured.parallel.dcp)
         return 0
     # torch and what builds on it load only now: a bad config is refused in a fraction of a second.
+    from dcp_decode.faults import EXAMPLES, FaultInjector
     from dcp_decode.launcher import execute
     from dcp_decode.presentation import publish
 
-    return execute("run", configured, lambda control: run_one_rank(configured, control), output, publish)
+    before_stage = None
+    if inject is not None:
+        before_stage = FaultInjector(EXAMPLES[inject], configured.model.layers, configured.parallel.route)
+    return execute("run", configured, lambda control: run_one_rank(configured, control, before_stage), output, publish)
 
 
 def run_one_rank(config: RunConfig, control: ControlPlane, before_stage: BeforeStage | None = None) -> RankReport:
