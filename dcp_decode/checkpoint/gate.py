@@ -1,0 +1,147 @@
+"""The correctness gate around a timing: the very kernels, buffers and inputs that are timed, against the oracle.
+
+It is passed before and after, in the same process, and both times with the same bits. Every launch is checked in the
+first and the last layer: the sparse decode's partial rows and LSE of all heads by `verify_partial`, a chain's merged
+rows by `verify_merged` over its own partial and the words that stand for the other sources, and its mailboxes must be
+armed again. Outputs are poisoned first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from dcp_decode import numerics, oracle
+from dcp_decode.checkpoint.ranks import BenchRanks
+from dcp_decode.errors import WrongResult
+from dcp_decode.mailbox import Section
+from dcp_decode.verdict import Verdict, Worst
+
+Launch = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a passed gate leaves.
+
+    worst: the (row, head) closest to its bound. largest_bound: of any (row, head) against the oracle.
+    digest: SHA-256 over all checked rows.
+    """
+
+    worst: Worst
+    largest_bound: float
+    digest: str
+
+    @property
+    def share(self) -> float:
+        """Worst error over its bound."""
+        return self.worst.error / self.worst.bound
+
+
+class Gate:
+    """The oracle's side of the measuring ranks of one problem."""
+
+    def __init__(self, ranks: BenchRanks) -> None:
+        self.ranks = ranks
+        self.problem = ranks.problem
+        self.layers = tuple(dict.fromkeys((0, self.problem.layers - 1)))
+
+    def check_sparse(self, launch: Launch, family: str, label: str) -> Passed:
+        """The sparse decode alone. Raises WrongResult, naming label, layer, row and head."""
+        verdicts, outputs = [], []
+        for layer in self.layers:
+            self._run(launch, self.ranks.prepare_alone, layer)
+            for index, mailbox in enumerate(self.ranks.mailboxes[layer]):
+                out, lse = self._pushed(mailbox.memory.regions, mailbox.rank)
+                verdict = oracle.verify_partial(out, lse, self.partial(layer, index, family))
+                verdict.require(f"{label}, layer {layer}, rank {mailbox.rank}")
+                verdicts.append(verdict)
+                outputs += [out, lse]
+        return passed_by(verdicts, outputs)
+
+    def check_chain(self, launch: Launch, family: str, label: str) -> Passed:
+        """A whole chain. Raises WrongResult, also when a mailbox word is not armed afterwards."""
+        verdicts, outputs = [], []
+        for layer in self.layers:
+            self._run(launch, self.ranks.prepare_chain, layer)
+            for index, mailbox in enumerate(self.ranks.mailboxes[layer]):
+                merged = self.ranks.merged[index]
+                verdict = oracle.verify_merged(merged, self._merged(layer, index, family))
+                verdict.require(f"{label}, layer {layer}, rank {mailbox.rank}")
+                verdicts.append(verdict)
+                outputs.append(merged.clone())
+                self._require_armed(mailbox.memory.local, f"{label}, layer {layer}, rank {mailbox.rank}")
+        return passed_by(verdicts, outputs)
+
+    def _run(self, launch: Launch, prepare: Callable[[], None], layer: int) -> None:
+        prepare()
+        self.ranks.poison()
+        launch(layer)
+        torch.cuda.synchronize()
+
+    def _pushed(self, regions: tuple[torch.Tensor, ...], source: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A source's partial rows BF16 [B, heads, 512] and base-2 LSE [B, heads], gathered from their owners."""
+        layout, batch = self.ranks.layout, self.ranks.batch
+
+        def gathered(section: Section) -> torch.Tensor:
+            return torch.cat([section.view(region)[0, source, :batch] for region in regions], 1)
+
+        return gathered(layout.payload), gathered(layout.lse_log2)
+
+    @cache  # noqa: B019 (lives as long as the point that it belongs to)
+    def partial(self, layer: int, index: int, family: str) -> oracle.Partial:
+        """Expected partial of measuring rank number `index`: all heads."""
+        problem = self.problem
+        return oracle.walk_partial(
+            problem.query_bytes,
+            problem.caches.e4m3,
+            problem.rows_of(layer, index),
+            problem.valid,
+            problem.geometry,
+            oracle.family_named(family),
+        )
+
+    @cache  # noqa: B019
+    def _merged(self, layer: int, index: int, family: str) -> oracle.Merged:
+        """Expected merged rows of measuring rank number `index`: its own heads over all sources."""
+        ranks = self.ranks
+        heads = ranks.own_heads(ranks.ranks[index])
+        parts = []
+        for source in range(ranks.geometry.dcp):
+            if source in ranks.ranks:
+                parts.append(_of_heads(self.partial(layer, ranks.ranks.index(source), family), heads))
+            else:
+                parts.append(_exact(ranks.payload[index, source], ranks.lse_log2[index, source]))
+        return oracle.merge_partials(parts)
+
+    def _require_armed(self, region: torch.Tensor, label: str) -> None:
+        start = self.ranks.layout.query.offset
+        left = int((region[start:].view(torch.int32) != numerics.ARMED_WORD).sum())
+        if left:
+            raise WrongResult(f"{label}: {left} mailbox words are not armed after the merge")
+
+
+def _of_heads(partial: oracle.Partial, heads: slice) -> oracle.Partial:
+    fields = {name: getattr(partial, name) for name in oracle.Partial.__dataclass_fields__}
+    return oracle.Partial(**{name: of if name == "empty" else of[:, heads] for name, of in fields.items()})
+
+
+def _exact(payload: torch.Tensor, lse_log2: torch.Tensor) -> oracle.Partial:
+    """A partial that is known exactly: BF16 rows [B, H, 512] and FP32 LSE [B, H] that lie in a mailbox."""
+    rows, lse = payload.double(), lse_log2.double()
+    none = torch.zeros_like(lse, dtype=torch.bool)
+    return oracle.Partial(rows, lse, rows, lse, torch.zeros_like(rows), torch.zeros_like(lse), none, none.any(1))
+
+
+def passed_by(verdicts: list[Verdict], outputs: list[torch.Tensor]) -> Passed:
+    """What verdicts that all passed leave, with the digest of the rows that they are about."""
+    worst = max((verdict.worst for verdict in verdicts), key=lambda one: one.error / one.bound if one.bound else 0.0)
+    digest = hashlib.sha256()
+    for rows in outputs:
+        digest.update(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    largest = max(float(verdict.bound_oracle.max()) for verdict in verdicts)
+    return Passed(worst, largest, digest.hexdigest())

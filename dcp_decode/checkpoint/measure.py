@@ -1,0 +1,252 @@
+"""The checkpoint on one GPU (modes solo and loopback): point by point, gate, interleaved timing, gate.
+
+for every point:   inputs -> gate -> peers chosen and checked -> [ all subjects, interleaved ] -> gate, same bits
+for swept points:  every kernel variant through the same gate, the sparse decode alone interleaved
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from dcp_decode.checkpoint import floors, peer_timing
+from dcp_decode.checkpoint.gate import Gate, Passed
+from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction, Problem
+from dcp_decode.checkpoint.peers import ALL_PEERS, QUICK_PEERS, Peer, PeerSkipped
+from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_points
+from dcp_decode.checkpoint.progress import ShowPoint
+from dcp_decode.checkpoint.ranks import SOLO_RANK, BenchRanks, mailbox_bytes_a_layer
+from dcp_decode.checkpoint.timing import Series, Stopwatch, Subject
+from dcp_decode.checkpoint.variants import best_layout, swept_variants, variant_name
+from dcp_decode.checkpoint.wire import SOURCE, wire_of
+from dcp_decode.config import RunConfig
+from dcp_decode.environment import describe_device
+from dcp_decode.errors import WrongResult
+from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.sparse_config import FAMILY, sparse_config
+
+LEAST_LAYERS = 4
+SWEEP_SAMPLES = 25
+TUNING_SAMPLES = 7
+L2_SHARE = 0.5  # of L2 that the mailboxes of a graph's layers may take, so that words and hot keys stay there
+STEP_ALLOWANCE = 1.05  # a verify step in one graph against its layers
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What a checkpoint brings. worst: (row, head) of our own kernels closest to its bound. keys: of the document."""
+
+    passed: Passed
+    keys: dict[str, Any]
+
+
+class Checkpoint:
+    """All points of a config on the current GPU. slowdown: spin that share of a stage longer (see `Spinning`)."""
+
+    def __init__(self, config: RunConfig, quick: bool, slowdown: float = 0.0) -> None:
+        self.config, self.quick, self.slowdown = config, quick, slowdown
+        self.mode = config.checkpoint.mode
+        self.samples = config.checkpoint.samples
+        self.seed = config.workload.seed
+        self.peers: Sequence[Peer] = QUICK_PEERS if quick else ALL_PEERS
+        if self.mode != "solo":
+            self.peers = ()  # a peer attends with one rank's keys
+        self.caches = KeyCaches(config.model.layers, config.cache.k_scale, self.seed)
+        self.eviction = L2Eviction()
+        self.points: list[dict[str, Any]] = []
+        self.sweep: list[dict[str, Any]] = []
+        self.steps: list[dict[str, Any]] = []
+        self.passed: list[Passed] = []
+
+    def run(self, on_progress: ShowPoint) -> Measurements:
+        """Measure all points. Raises WrongResult if a gate is not passed."""
+        planned = plan_points(self.config, self.quick)
+        self.platform = floors.measure_platform(self.eviction)
+        clocks = [describe_device("cuda")["clocks"]]
+        for done, point in enumerate(planned):
+            entry = _PointRun(self, point).measure()
+            self.points.append(entry)
+            on_progress(done + 1, len(planned), _line(entry))
+            gc.collect()
+            torch.cuda.empty_cache()
+        clocks.append(describe_device("cuda")["clocks"])
+        geometry = geometry_of(self.config, own_shape(self.config))
+        worst = max(self.passed, key=lambda one: one.share)
+        keys = {
+            "points": self.points,
+            "profile": "quick" if self.quick else "full",
+            "mode": self.mode,
+            "step": self.steps,
+            "sweep": self.sweep,
+            "layout": best_layout(self.sweep),
+            "platform": floors.describe_platform(self.platform) | {"clocks": clocks},
+            "peer_facts": [asdict(peer.facts) for peer in self.peers],
+            "wire": asdict(wire_of(geometry, own_shape(self.config).batch)) | {"source": SOURCE},
+        }
+        return Measurements(worst, keys)
+
+    def layers_of(self, geometry: Geometry, batch: int, ranks: int) -> int:
+        """Layers of a graph: the model's, unless their mailboxes would push the keys out of L2."""
+        l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        fitting = int(l2 * L2_SHARE) // (mailbox_bytes_a_layer(geometry, batch) * ranks)
+        return max(LEAST_LAYERS, min(self.config.model.layers, fitting))
+
+
+class _PointRun:
+    """One point: its inputs and everything that is timed there."""
+
+    def __init__(self, checkpoint: Checkpoint, point: Point) -> None:
+        self.checkpoint, self.point = checkpoint, point
+        shape = point.shape
+        self.geometry = geometry_of(checkpoint.config, shape)
+        running = (SOLO_RANK % self.geometry.dcp,) if checkpoint.mode == "solo" else tuple(range(self.geometry.dcp))
+        layers = checkpoint.layers_of(self.geometry, shape.batch, len(running))
+        seed = checkpoint.seed
+        problem = Problem(self.geometry, shape, point.l2, len(running), layers, checkpoint.caches, seed)
+        self.ranks = BenchRanks(problem, running, checkpoint.eviction)
+        self.gate = Gate(self.ranks)
+        self.stopwatch = Stopwatch(layers)
+        self.config = sparse_config(self.geometry, shape.batch)
+        self.allowed_error = 0.0  # of a peer: what we allow ourselves, the largest derived bound of the sparse decode
+
+    def measure(self) -> dict[str, Any]:
+        """The point's entry of the document."""
+        checkpoint, label = self.checkpoint, f"{self.point.shape}, {self.point.l2}"
+        stages = self.ranks.subjects(self.config)
+        before = self._pass_gate(stages, label)
+        timed, skipped = self._peers()
+        measured = [self._slowed(subject) for subject in stages] + [one.subject for one in timed]
+        floor_subjects = floors.floor_subjects(self.ranks, self.config)
+        if self.point.compared:
+            gather = floors.fastest_gather(self.ranks, self.stopwatch, TUNING_SAMPLES)
+            floor_subjects += [gather] if gather is not None else []
+        series = self.stopwatch.measure([*measured, *floor_subjects], checkpoint.samples, checkpoint.seed)
+        self.ranks.require_no_expired_wait(label)
+        after = self._pass_gate(stages, f"{label}, after the timing")
+        if after.digest != before.digest:
+            raise WrongResult(f"{label}: the kernels left other bits after the timing than before")
+        for one in timed:
+            peer_timing.check(one.peer, one.candidate, self.gate.layers, self._expected, self.allowed_error)
+        checkpoint.passed.append(before)
+        if self.point.sweep:
+            self._sweep()
+        if self.stopwatch.lengths[1] == checkpoint.config.model.layers:
+            checkpoint.steps.append(self._step(series["chain"]))
+        launch = series["launch"].p50
+        shape = self.point.shape
+        return {
+            "batch": shape.batch,
+            "heads": shape.heads,
+            "keys": shape.keys,
+            "l2": self.point.l2,
+            "mode": checkpoint.mode,
+            "variant": variant_name(self.config),
+            "stages": {subject.name: self._statistics(series[subject.name]) for subject in stages},
+            "peers": [
+                peer_timing.entry_of(one, series[one.subject.name], self._rounds(series[one.subject.name]))
+                for one in timed
+            ]
+            + skipped,
+            "floors": {subject.name: self._statistics(series[subject.name]) for subject in floor_subjects}
+            | floors.modelled_floors(self.geometry, shape, self.point.l2, checkpoint.platform, launch),
+        }
+
+    def _pass_gate(self, stages: Sequence[Subject], label: str) -> Passed:
+        by_name = {subject.name: subject.launch for subject in stages}
+        partial = self.gate.check_sparse(by_name["sparse_decode"], FAMILY, f"{label}, sparse decode")
+        self.allowed_error = partial.largest_bound
+        return self.gate.check_chain(by_name["chain"], FAMILY, f"{label}, chain")
+
+    def _peers(self) -> tuple[list[peer_timing.TimedPeer], list[dict[str, Any]]]:
+        """Those that are timed, and the entries of those that are not."""
+        timed, skipped = [], []
+        for peer in self.checkpoint.peers if self.point.compared else ():
+            try:
+                timed.append(
+                    peer_timing.choose(
+                        peer, self.ranks, self.stopwatch, self.gate.layers, self._expected, self.allowed_error
+                    )
+                )
+            except PeerSkipped as reason:
+                skipped.append(peer_timing.skipped_entry(peer, str(reason)))
+        return timed, skipped
+
+    def _expected(self, layer: int) -> Any:
+        return self.gate.partial(layer, 0, FAMILY)
+
+    def _sweep(self) -> None:
+        """Every variant's sparse decode, each behind the gate before and after."""
+        label = f"{self.point.shape}, {self.point.l2}"
+        variants = {variant_name(config): config for config in swept_variants(self.geometry, self.point.shape.batch)}
+        subjects = [
+            Subject(name, self.ranks.stages(config)["sparse_decode"], self.ranks.prepare_alone)
+            for name, config in variants.items()
+        ]
+        before = [self.gate.check_sparse(one.launch, FAMILY, f"{label}, {one.name}") for one in subjects]
+        series = self.stopwatch.measure(subjects, SWEEP_SAMPLES, self.checkpoint.seed)
+        self.ranks.require_no_expired_wait(label)
+        for one, passed in zip(subjects, before, strict=True):
+            after = self.gate.check_sparse(one.launch, FAMILY, f"{label}, {one.name}, after the timing")
+            if after.digest != passed.digest:
+                raise WrongResult(f"{label}, {one.name}: other bits after the timing than before")
+        shape = self.point.shape
+        self.checkpoint.sweep += [
+            {
+                "batch": shape.batch,
+                "heads": shape.heads,
+                "keys": shape.keys,
+                "l2": self.point.l2,
+                "variant": name,
+                "default": config == self.config,
+                "pdl": config.pdl,
+                **series[name].statistics(),
+            }
+            for name, config in variants.items()
+        ]
+
+    def _step(self, chain: Series) -> dict[str, Any]:
+        """All the model's layers in one graph, its launch included, against as many times a layer."""
+        shape, layers = self.point.shape, self.stopwatch.lengths[1]
+        statistics = replace(chain, layer=chain.step).statistics()
+        allowed = STEP_ALLOWANCE * layers * chain.p50
+        return {
+            "batch": shape.batch,
+            "heads": shape.heads,
+            "keys": shape.keys,
+            "l2": self.point.l2,
+            "layers": layers,
+            **statistics,
+            "layer_p50_us": chain.p50,
+            "allowed_us": allowed,
+            "within": statistics["p50_us"] <= allowed,
+        }
+
+    def _slowed(self, subject: Subject) -> Subject:
+        """With a slowdown asked for: the subject and a kernel that spins that share of its time."""
+        if not self.checkpoint.slowdown:
+            return subject
+        alone = self.stopwatch.measure([subject], TUNING_SAMPLES, seed=0)[subject.name].p50
+        clock_khz = torch.cuda.get_device_properties(torch.cuda.current_device()).clock_rate
+        cycles = int(self.checkpoint.slowdown * alone * clock_khz * 1e-3)
+
+        def launch(layer: int) -> None:
+            subject.launch(layer)
+            torch.cuda._sleep(cycles)
+
+        return replace(subject, launch=launch)
+
+    def _statistics(self, series: Series) -> dict[str, Any]:
+        return series.statistics() | {"rounds_us": self._rounds(series)}
+
+    def _rounds(self, series: Series) -> list[float]:
+        """Rounds are kept where something is compared; nanoseconds are below what an event resolves."""
+        return [round(float(value), 3) for value in series.layer] if self.point.compared else []
+
+
+def _line(entry: dict[str, Any]) -> str:
+    times = ", ".join(f"{name} {stage['p50_us']:.2f}" for name, stage in entry["stages"].items())
+    return f"{entry['batch']} x {entry['keys']}, {entry['heads']} heads, {entry['l2']}: {times} us"

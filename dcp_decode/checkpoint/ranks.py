@@ -1,0 +1,184 @@
+"""DCP ranks on one GPU, for timing: whatever another rank would push is in the mailboxes before the kernels start.
+
+*solo*: one rank runs; every layer of a graph has a mailbox region of its own, the peers' regions only take what is
+pushed to them. *loopback*: all ranks run, stage by stage, and every layer has all their regions.
+
+Before every replay `prepare` lays the words of the sources that don't run here into the first generation of every
+region, arms the rest and sets the use counters. So each launch finds its words arrived, and re-arms them as in a step.
+Cold: L2 is evicted before that, so exchange words are in L2 as after a peer's push, while keys and row numbers are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dcp_decode import numerics
+from dcp_decode.checkpoint.inputs import L2Eviction, Problem
+from dcp_decode.checkpoint.timing import Subject
+from dcp_decode.errors import WaitFailed
+from dcp_decode.fabric.memory import SymmetricMemory
+from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.configs import QueryConfig, ValueConfig
+from dcp_decode.kernels.launch import run_query, run_sparse, run_value
+from dcp_decode.kernels.query import compile_query
+from dcp_decode.kernels.sparse import compile_sparse
+from dcp_decode.kernels.sparse_config import SparseConfig
+from dcp_decode.kernels.value import compile_value
+from dcp_decode.mailbox import ABORT_OFFSET, CONTROL_BYTES, Mailbox, MailboxLayout, Section, Stage
+
+SOLO_RANK = 3
+DEADLINE_NANOSECONDS = 200_000_000
+STAGES = ("query_push", "sparse_decode", "merge")
+
+
+def mailbox_bytes_a_layer(geometry: Geometry, batch: int) -> int:
+    """Bytes of one rank's region that a layer of B rows reads: query words, payload and LSE of one generation."""
+    query = batch * geometry.heads * numerics.ROW_BYTES
+    return query + geometry.dcp * batch * geometry.owner_heads * (2 * numerics.LATENT_DIM + 4)
+
+
+@dataclass(frozen=True)
+class _Image:
+    """What `prepare` writes: control words [CONTROL_BYTES] and a section's first generation, for every local rank."""
+
+    control: torch.Tensor
+    sections: tuple[tuple[Section, torch.Tensor], ...]
+
+
+class BenchRanks:
+    """The measuring ranks of a problem: all of its geometry's (loopback) or SOLO_RANK (solo)."""
+
+    def __init__(self, problem: Problem, ranks: tuple[int, ...], eviction: L2Eviction) -> None:
+        self.problem, self.ranks, self.eviction = problem, ranks, eviction
+        g = self.geometry = problem.geometry
+        self.batch = problem.shape.batch
+        self.layout = MailboxLayout(g)
+        generator = torch.Generator(device="cuda").manual_seed(2)
+        self.regions = torch.empty(problem.layers, len(ranks), self.layout.nbytes, dtype=torch.uint8, device="cuda")
+        # One region each, for all layers, of the ranks that don't run here.
+        others = set(range(g.dcp)) - set(ranks)
+        self.sinks = {rank: torch.empty_like(self.regions[0, 0]) for rank in sorted(others)}
+        self.mailboxes = self._mailboxes()
+        self.query = [problem.query[:, self.own_heads(rank)].contiguous() for rank in ranks]
+        shape = (len(ranks), g.dcp, self.batch, g.owner_heads)
+        # What the sources that don't run here would have pushed.
+        self.payload = torch.randn((*shape, 512), generator=generator, device="cuda").to(torch.bfloat16)
+        self.lse_log2 = torch.randn(shape, generator=generator, device="cuda")
+        self.merged = torch.empty(len(ranks), self.batch, g.owner_heads, 512, dtype=torch.bfloat16, device="cuda")
+        self.expired = torch.zeros(problem.layers, len(ranks), dtype=torch.int32, device="cuda")
+        self._alone = self._image(set(range(g.dcp)), chain=False)
+        self._chained = self._image(others, chain=True)
+        self.regions.fill_(numerics.ARMED_BYTE)
+        self.regions[..., :CONTROL_BYTES] = 0
+        torch.cuda.synchronize()
+
+    def own_heads(self, rank: int) -> slice:
+        """Gathered heads that a rank owns."""
+        return slice(rank * self.geometry.owner_heads, (rank + 1) * self.geometry.owner_heads)
+
+    def stages(self, config: SparseConfig) -> dict[str, Callable[[int], None]]:
+        """Launches of layer i by stage, of all measuring ranks, in stream order; `config.pdl` holds for all stages."""
+        g, b, problem = self.geometry, self.batch, self.problem
+        query = compile_query(QueryConfig(g, b, config.pdl))
+        sparse = compile_sparse(config)
+        value = compile_value(ValueConfig(g, b, config.push, config.pdl))
+
+        def query_push(layer: int) -> None:
+            for index, mailbox in enumerate(self.mailboxes[layer]):
+                run_query(query, mailbox, self.query[index], current_stream())
+
+        def sparse_decode(layer: int) -> None:
+            for index, mailbox in enumerate(self.mailboxes[layer]):
+                run_sparse(
+                    sparse, mailbox, problem.caches.e4m3, problem.rows_of(layer, index), problem.valid, None, None,
+                    DEADLINE_NANOSECONDS, current_stream(),
+                )  # fmt: skip
+
+        def merge(layer: int) -> None:
+            for index, mailbox in enumerate(self.mailboxes[layer]):
+                run_value(value, mailbox, self.merged[index], DEADLINE_NANOSECONDS, current_stream())
+
+        return dict(zip(STAGES, (query_push, sparse_decode, merge), strict=True))
+
+    def subjects(self, config: SparseConfig) -> list[Subject]:
+        """Every stage alone, and the chain of three."""
+        stages = self.stages(config)
+
+        def chain(layer: int) -> None:
+            for launch in stages.values():
+                launch(layer)
+
+        alone = [Subject(name, launch, self.prepare_alone) for name, launch in stages.items()]
+        return [*alone, Subject("chain", chain, self.prepare_chain)]
+
+    def prepare_alone(self) -> None:
+        """All sources' words are there: for a stage alone."""
+        self._prepare(self._alone)
+
+    def prepare_chain(self) -> None:
+        """The words of the sources that don't run here are there."""
+        self._prepare(self._chained)
+
+    def prepare_eviction(self) -> None:
+        """Cold: L2 holds none of the keys. For work that reads no mailbox."""
+        if self.problem.l2 == "cold":
+            self.eviction.enqueue()
+
+    def poison(self) -> None:
+        """Fill what launches must write with 0xFF: merged rows, and the regions of ranks that don't run here."""
+        self.merged.view(torch.int16).fill_(-1)
+        for sink in self.sinks.values():
+            sink.fill_(numerics.ARMED_BYTE)
+
+    def require_no_expired_wait(self, label: str) -> None:
+        """Raises WaitFailed if a wait expired in any launch so far."""
+        self._note_expired()
+        if bool(self.expired.any()):
+            raise WaitFailed(f"{label}: a mailbox wait expired while timing")
+
+    def _prepare(self, image: _Image) -> None:
+        self.prepare_eviction()
+        self._note_expired()
+        self.regions[..., :CONTROL_BYTES] = image.control
+        for section, content in image.sections:
+            size = content.shape[-1]
+            self.regions[..., section.offset : section.offset + size] = content
+
+    def _note_expired(self) -> None:
+        words = self.regions[..., ABORT_OFFSET : ABORT_OFFSET + 4].view(torch.int32)[..., 0]
+        torch.maximum(self.expired, words, out=self.expired)
+
+    def _image(self, present: set[int], chain: bool) -> _Image:
+        g, b = self.geometry, self.batch
+        image = torch.full((len(self.ranks), self.layout.nbytes), numerics.ARMED_BYTE, dtype=torch.uint8, device="cuda")
+        image[:, :CONTROL_BYTES] = 0
+        for index in range(len(self.ranks)):
+            if chain:  # the query push advances it to 0 before the merge reads it
+                offset = self.layout.use_counter_offset(Stage.MERGE)
+                image[index, offset : offset + 4].view(torch.int32).fill_(-1)
+            for source in present:
+                heads = self.own_heads(source)
+                self.layout.query.view(image[index])[0, :b, heads] = self.problem.query_bytes[:, heads]
+                self.layout.payload.view(image[index])[0, source, :b] = self.payload[index, source]
+                self.layout.lse_log2.view(image[index])[0, source, :b] = self.lse_log2[index, source]
+        sections = (self.layout.query, self.layout.payload, self.layout.lse_log2)
+        first = [(one, image[:, one.offset : one.offset + one.nbytes // g.generations].clone()) for one in sections]
+        return _Image(image[:, :CONTROL_BYTES].clone(), tuple(first))
+
+    def _mailboxes(self) -> list[list[Mailbox]]:
+        """By layer and measuring rank."""
+        mailboxes = []
+        for own in self.regions:
+            by_rank = self.sinks | dict(zip(self.ranks, own, strict=True))
+            regions = tuple(by_rank[rank] for rank in range(self.geometry.dcp))
+            table = torch.tensor([region.data_ptr() for region in regions], dtype=torch.int64, device="cuda")
+            mailboxes.append([Mailbox(self.layout, SymmetricMemory(rank, regions, table)) for rank in self.ranks])
+        return mailboxes
+
+
+def current_stream() -> int:
+    """Handle of the current CUDA stream."""
+    return torch.cuda.current_stream().cuda_stream

@@ -1,0 +1,52 @@
+"""The HTML report of a checkpoint's document: one file that needs nothing beside it. Needs jinja2 and matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+
+from dcp_decode.checkpoint import summary
+from dcp_decode.checkpoint.plots import LABELS, STAGES, figures
+from dcp_decode.checkpoint.presentation import MODES, notes
+
+TEMPLATE = "report.html.j2"
+FLOORS = {
+    "launch": "empty kernel, same grid, cluster and shared memory, dependent launch",
+    "launch_no_pdl": "the same without dependent launch",
+    "chain_launch": "three empty kernels with the grids of the chain",
+    "gather": "reads the row numbers, gathers the rows, writes as many bytes as the partial rows (Triton)",
+    "bytes": "compulsory bytes of the sparse decode over copy bandwidth",
+    "dependent_loads": "launch, then row number and key: two loads, each waiting for the one before",
+    "wire": "both NVLink crossings of a layer, modelled; in no time that one GPU measures",
+}
+
+
+def render_report(document: Mapping[str, Any]) -> str:
+    """The whole page as text."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("dcp_decode.checkpoint", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["us"] = lambda value: "" if value is None else f"{value:.2f}"
+    own = summary.own_points(document)
+    return environment.get_template(TEMPLATE).render(
+        document=document,
+        own=own,
+        stages=[name for name in STAGES if any(name in point["stages"] for point in document["points"])],
+        labels=LABELS,
+        figures=figures(document),
+        mode=MODES[document["mode"]],
+        notes=notes(document),
+        floors=FLOORS,
+        summary=summary,
+        cliffs=[
+            (curve, *worst)
+            for curve in summary.scalings(document)
+            if (worst := curve.worst_cliff("sparse_decode")) is not None
+        ],
+    )

@@ -1,0 +1,101 @@
+"""What a checkpoint's document says, for its table and its report: pure functions of the parsed JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Document = Mapping[str, Any]
+Point = Mapping[str, Any]
+Axis = Literal["batch", "keys", "heads"]
+
+AXES: tuple[Axis, ...] = ("batch", "keys", "heads")
+CLIFF = 1.3  # of the line between a point's neighbours
+
+
+def own_points(document: Document) -> dict[str, Point]:
+    """The checkpoint's own point by L2 state: a document lists it first."""
+    own: dict[str, Point] = {}
+    for point in document["points"]:
+        own.setdefault(point["l2"], point)
+    return own
+
+
+def median(point: Point, stage: str) -> float | None:
+    """Median microseconds of a stage; None where it was not timed."""
+    times = point["stages"].get(stage)
+    return None if times is None else times["p50_us"]
+
+
+def timed_peers(point: Point, kind: str | None = None) -> list[Mapping[str, Any]]:
+    """Peers that ran at a point, the fastest first; kind: only those."""
+    ran = [peer for peer in point["peers"] if peer["skipped"] is None and kind in (None, peer["kind"])]
+    return sorted(ran, key=lambda peer: peer["p50_us"])
+
+
+def lead(point: Point, kind: str | None = "public") -> tuple[Mapping[str, Any], float] | None:
+    """The fastest peer and how many times longer it takes than our sparse decode; None without one."""
+    peers, own = timed_peers(point, kind), median(point, "sparse_decode")
+    return (peers[0], peers[0]["p50_us"] / own) if peers and own else None
+
+
+def largest_floor(point: Point) -> tuple[str, float] | None:
+    """The floor that the sparse decode can't undercut whatever it does: name and microseconds."""
+    floors = point["floors"]
+    known = {
+        name: floors[name]["p50_us"] for name in ("bytes", "dependent_loads", "gather", "launch") if name in floors
+    }
+    return max(known.items(), key=lambda item: item[1]) if known else None
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Points that differ from the checkpoint's own in one extent, in ascending order."""
+
+    axis: Axis
+    l2: str
+    points: Sequence[Point]
+
+    @property
+    def extents(self) -> list[int]:
+        return [point[self.axis] for point in self.points]
+
+    def times(self, stage: str) -> list[float | None]:
+        return [median(point, stage) for point in self.points]
+
+    def cliffs(self, stage: str) -> Iterator[tuple[int, float]]:
+        """(extent, time over the line between its neighbours) of every inner point."""
+        extents, times = self.extents, self.times(stage)
+        for index in range(1, len(extents) - 1):
+            left, own, right = times[index - 1 : index + 2]
+            if left is None or own is None or right is None:
+                continue
+            share = (extents[index] - extents[index - 1]) / (extents[index + 1] - extents[index - 1])
+            yield extents[index], own / (left + share * (right - left))
+
+    def worst_cliff(self, stage: str) -> tuple[int, float] | None:
+        return max(self.cliffs(stage), key=lambda cliff: cliff[1], default=None)
+
+
+def scalings(document: Document) -> list[Scaling]:
+    """Every axis and L2 state along which at least two points were measured."""
+    found = []
+    own = own_points(document)
+    for axis in AXES:
+        fixed = [name for name in AXES if name != axis]
+        for l2, reference in own.items():
+            points = [
+                point
+                for point in document["points"]
+                if point["l2"] == l2 and all(point[name] == reference[name] for name in fixed)
+            ]
+            if len(points) > 1:
+                found.append(Scaling(axis, l2, sorted(points, key=lambda point: point[axis])))
+    return found
+
+
+def modelled_chain(point: Point) -> float | None:
+    """Chain plus both crossings of the wire as modelled: not measured."""
+    chain, wire = median(point, "chain"), point["floors"].get("wire")
+    return chain + wire["p50_us"] if chain is not None and wire else None

@@ -1,0 +1,119 @@
+"""Times work that lasts microseconds: CUDA graphs of many layers, replayed in an interleaved order.
+
+A subject is anything that can enqueue its layer i. It is captured twice, as a short and a long chain of layers, and
+every round replays every graph once, in a random order, so that clocks, temperature and neighbours change for all
+alike. Events stand around one replay; a spinning kernel ahead keeps the GPU busy until the host has enqueued it all, so
+no launch latency of the host is inside.
+
+    layer time of a round = (long replay - median short replay) / (long layers - short layers)
+
+That leaves the launch of the graph out. A sample is therefore the mean of the layers of one replay: its percentiles
+show how replays differ, not single kernels. The long graph as a whole, launch included, is a model step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dcp_decode.statistics import stage_statistics
+
+LEAD_CYCLES = 200_000  # about 0.1 ms: the host enqueues what prepares a replay, and the replay, meanwhile
+WARM_UP_ROUNDS = 3
+SHORT_PART = 4  # the short graph has a fourth of the long one's layers
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is timed. launch: enqueue layer i. prepare: enqueue what must be in place before layers run (not timed).
+
+    Both enqueue on the current stream.
+    """
+
+    name: str
+    launch: Callable[[int], None]
+    prepare: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Series:
+    """Microseconds by round: of a layer (mean of a replay's), and of the whole long graph."""
+
+    layer: np.ndarray
+    step: np.ndarray
+
+    @property
+    def p50(self) -> float:
+        return float(np.median(self.layer))
+
+    def statistics(self) -> dict[str, float]:
+        """In the form of contract section 7."""
+        return stage_statistics(self.layer * 1e-6)
+
+
+def layer_series(short: np.ndarray, long: np.ndarray, lengths: tuple[int, int]) -> Series:
+    """Microseconds of whole replays [rounds] of both graphs, of `lengths` layers, as a `Series`."""
+    return Series((long - np.median(short)) / (lengths[1] - lengths[0]), long)
+
+
+class Stopwatch:
+    """Graphs of `layers` layers, and of a fourth of that, on one stream of the current CUDA device."""
+
+    def __init__(self, layers: int) -> None:
+        self.lengths = (max(1, layers // SHORT_PART), layers)
+        self.stream = torch.cuda.Stream()
+
+    def measure(self, subjects: Sequence[Subject], samples: int, seed: int) -> dict[str, Series]:
+        """Series by subject name. seed: of the order in which a round replays."""
+        replays = [
+            (subject, self._capture(subject, length), which)
+            for subject in subjects
+            for which, length in enumerate(self.lengths)
+        ]
+        times = {subject.name: np.empty((2, samples)) for subject in subjects}
+        order = random.Random(seed)
+        for sample in range(-WARM_UP_ROUNDS, samples):
+            order.shuffle(replays)
+            events = [
+                (subject.name, which, *replay(graph, subject.prepare, self.stream)) for subject, graph, which in replays
+            ]
+            self.stream.synchronize()
+            if sample >= 0:
+                for name, which, begin, end in events:
+                    times[name][which, sample] = begin.elapsed_time(end) * 1e3
+        return {name: layer_series(both[0], both[1], self.lengths) for name, both in times.items()}
+
+    def _capture(self, subject: Subject, length: int) -> torch.cuda.CUDAGraph:
+        with torch.cuda.stream(self.stream):
+            subject.prepare()
+        return capture(subject.launch, length, self.stream)
+
+
+def capture(launch: Callable[[int], None], length: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """A graph of layers 0 .. length - 1, after one eager layer: modules load and libraries allocate in that one."""
+    with torch.cuda.stream(stream):
+        launch(0)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for layer in range(length):
+            launch(layer)
+    return graph
+
+
+def replay(
+    graph: torch.cuda.CUDAGraph, prepare: Callable[[], None], stream: torch.cuda.Stream
+) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Enqueue `prepare` and the graph; the events around the graph alone, to be read after a synchronisation."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LEAD_CYCLES)
+        prepare()
+        begin.record(stream)
+        graph.replay()
+        end.record(stream)
+    return begin, end
