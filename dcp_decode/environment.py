@@ -18,6 +18,7 @@ PACKAGES = (
     "mpi4py",
     "openmpi",
 )
+ARCHIVAL = ".git_archival.txt"  # `git archive` writes the commit into it (.gitattributes)
 SMI_FIELDS = "name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem"
 
 
@@ -33,12 +34,23 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """The commit of the checkout this package runs from, and whether tracked files differ; (None, None) elsewhere."""
+    """The commit of the checkout this package runs from, and whether tracked files differ.
+
+    Of an archive (`git archive`) only the commit is known; elsewhere neither is.
+    """
     root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return _archived_commit(root / ARCHIVAL), None
     head = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    if head is None or not (root / ".git").exists():
+    if head is None:
         return None, None
     return head, bool(_output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"))
+
+
+def _archived_commit(file: Path) -> str | None:
+    """What `git archive` has put in the place of a format; None if it never did."""
+    text = file.read_text().strip() if file.exists() else ""
+    return text if text and "$" not in text else None
 
 
 def describe_device(device: str) -> dict[str, Any]:
