@@ -22,7 +22,8 @@ from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.faults import FaultInjector, FaultPlan
-from dcp_decode.forensics.archive import conclude_folder
+from dcp_decode.forensics.archive import conclude_folder, read
+from dcp_decode.forensics.diagnosis import Diagnosis, diagnose
 from dcp_decode.records import RankReport, make_plan
 from dcp_decode.run import run_rank
 from dcp_decode.soak import read_counts, write_counts
@@ -42,7 +43,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """How it ended. merged: (rank, step, layer) -> BF16 [B, H, 512], as far as ranks came; counts: injected faults."""
+    """How it ended. merged: (rank, step, layer) -> BF16 [B, H, 512], as far as ranks came.
+
+    counts: injected faults. cause: what the archive of forensics says, if there is one.
+    """
 
     exit_code: int
     error: str | None
@@ -52,7 +56,7 @@ class Answer:
     verified: bool | None
     counts: dict[str, float]
     merged: dict[tuple[int, int, int], torch.Tensor]
-    archive: bytes | None
+    cause: Diagnosis | None
 
 
 def run_group(request: Request) -> Answer:
@@ -82,7 +86,7 @@ def run_group(request: Request) -> Answer:
             document["verified"],
             asdict(read_counts(folder)),
             merged,
-            Path(document["forensics"]).read_bytes() if document["forensics"] else None,
+            diagnose(read(Path(document["forensics"]))) if document["forensics"] else None,
         )
 
 

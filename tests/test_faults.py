@@ -62,9 +62,15 @@ def undisturbed(groups: FaultGroups) -> dict[str, Answer]:
     """By route: the run that all others are compared with."""
     answers = {route: groups.run(SMALL | {"parallel.route": route}) for route in ("push", "local")}
     for answer in answers.values():
-        assert (answer.exit_code, answer.error, answer.verified) == (VERIFIED, None, True)
+        assert (answer.exit_code, answer.error, answer.verified, answer.cause) == (VERIFIED, None, True, None)
         assert len(answer.merged) == RANKS * STEPS * LAYERS
     return answers
+
+
+def named(answer: Answer) -> tuple[str, int | None]:
+    """Kind and rank of the first cause."""
+    assert answer.cause is not None
+    return answer.cause.kind, answer.cause.rank
 
 
 @pytest.mark.parametrize("route", ["push", "local"])
@@ -107,6 +113,7 @@ def test_a_stop_longer_than_the_deadline_is_named(groups: FaultGroups, stage: st
     waits = [wait for wait in answer.expired_waits if wait["stage"] != "control"]
     assert waits
     assert {wait["source_rank"] for wait in waits} == {STOPPED}
+    assert named(answer) == ("stopped rank", STOPPED)
 
 
 @pytest.mark.parametrize("stage", ["append", "query_push", "sparse_decode_push", "merge"])
@@ -115,6 +122,25 @@ def test_a_killed_rank_is_named(groups: FaultGroups, stage: str) -> None:
     assert answer.exit_code == WAIT_EXPIRED
     assert answer.dead_ranks == (STOPPED,)
     assert f"rank {STOPPED} died" in answer.error
+    assert named(answer) == ("dead rank", STOPPED)
+
+
+def test_a_late_rank_is_named_with_its_place(groups: FaultGroups) -> None:
+    # Later than the others' deadline and the launcher's grace: it is still asleep when it is told to stop.
+    faults = FaultPlan(late_at=Place(STOPPED, STEP, LAYER, "query_push"), late_seconds=30.0)
+    answer = groups.run(SMALL | {"mailbox.deadline_seconds": 0.5}, faults)
+    assert answer.exit_code == WAIT_EXPIRED
+    assert named(answer) == ("late rank", STOPPED)
+    details = "\n".join(answer.cause.details)
+    assert f"step {STEP}, layer {LAYER}, query_push (for " in details
+    assert 'faults.py", line ' in details  # where it slept
+
+
+def test_a_crashed_rank_is_named_with_its_exception(groups: FaultGroups) -> None:
+    answer = groups.run(SMALL, FaultPlan(raise_at=Place(STOPPED, STEP, LAYER, "select")))
+    assert answer.exit_code == WAIT_EXPIRED
+    assert named(answer) == ("crashed rank", STOPPED)
+    assert "RuntimeError: injected before select" in answer.cause.details
 
 
 @pytest.mark.parametrize("route", ["push", "local"])
@@ -135,6 +161,7 @@ def test_a_corrupted_word_is_a_wrong_result(
     assert answer.counts["corruptions"] == 1
     assert answer.exit_code == WRONG_RESULT
     assert f"step {STEP}, layer {LAYER}, rank " in answer.error
+    assert answer.cause.kind == "wrong data"
 
 
 @pytest.mark.parametrize("mailbox", ["topk", "query", "payload", "lse_log2"])
@@ -145,6 +172,8 @@ def test_a_lost_word_is_a_named_wait(groups: FaultGroups, mailbox: str) -> None:
     # Everybody soon waits for somebody, and whose deadline is recorded first is a close race: the table has them all.
     assert "mailbox wait expired after 1.5 s" in answer.error
     assert (VICTIM, 3) in {(wait["waiting_rank"], wait["source_rank"]) for wait in answer.expired_waits}
+    assert named(answer) == ("lost words", 3)
+    assert f"of row 0 in mailbox {mailbox} " in answer.cause.sentence
 
 
 def test_a_flipped_lowest_bit_is_seen_or_harmless(groups: FaultGroups, undisturbed: dict[str, Answer]) -> None:

@@ -55,7 +55,7 @@ def _show(case: Case, diagnosis: Diagnosis) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from dcp_decode.forensics.diagnosis import control_words, describe_wait, states_seen, torn_rows, waits
+    from dcp_decode.forensics.diagnosis import control_words, describe_wait, processes, states_seen, torn_rows, waits
     from dcp_decode.presentation import plain_console
 
     console = plain_console()
@@ -71,14 +71,15 @@ def _show(case: Case, diagnosis: Diagnosis) -> None:
     console.print()
     console.print(table if table.row_count else "nobody waited")
 
-    columns = ("rank", "process", "seen as", "ended", "stood at", "uses", "torn rows")
+    columns = ("rank", "host", "process", "seen as", "ended", "stood at", "uses", "torn rows")
     table = Table(*columns, title="ranks", title_justify="left", box=None)
-    states = states_seen(case)
+    states, known = states_seen(case), processes(case)
     for rank in range(document.ranks):
         record, evidence, words = case.records.get(rank), case.evidence.get(rank), control_words(case, rank)
         table.add_row(
             str(rank),
-            "?" if record is None else str(record.process_id),
+            known[rank].hostname if rank in known else "?",
+            str(known[rank].process_id) if rank in known else "?",
             states.get(rank, "?"),
             "no record" if record is None else record.outcome,
             "?" if evidence is None else str(evidence.position),

@@ -91,12 +91,10 @@ def read(path: Path) -> Case:
     """Raises BadArchive."""
     try:
         members = dict(_members(path))
-    except OSError as error:
-        if isinstance(error, gzip.BadGzipFile):
-            raise BadArchive(f"{path}: is no forensics archive (not a gzip file)") from None
-        raise BadArchive(f"{path}: can't be read ({error.strerror})") from None
-    except (tarfile.TarError, EOFError, zlib.error) as error:
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise BadArchive(f"{path}: is damaged or no forensics archive ({error})") from None
+    except OSError as error:
+        raise BadArchive(f"{path}: can't be read ({error.strerror})") from None
     manifest = members.get("manifest.json")
     if manifest is None or _parsed(path, "manifest.json", manifest, dict[str, Any]).get("format") != FORMAT:
         raise BadArchive(f"{path}: is no forensics archive of dcp-decode (no manifest of the format)")

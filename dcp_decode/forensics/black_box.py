@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcp_decode.control.plane import ControlPlane
-from dcp_decode.forensics.evidence import ControlWords, MailboxEvidence, Position, RankEvidence
+from dcp_decode.control.plane import ControlPlane, Peer
+from dcp_decode.forensics.evidence import ControlWords, MailboxEvidence, PeerProcess, Position, RankEvidence
 from dcp_decode.forensics.words import read_control, read_mailbox
 from dcp_decode.mailbox import Mailbox
 
@@ -95,7 +95,7 @@ class BlackBox:
             position=self.position(),
             versions=_loaded_versions(),
             waits=() if control is None else tuple(control.waits()),
-            processes={} if control is None else _process_states(control),
+            processes={} if control is None else _processes(control),
             traceback=traceback,
             peers=self._peers(rank),
         )
@@ -149,22 +149,25 @@ class _DeviceReader:
         return self._host
 
 
-def _process_states(control: ControlPlane) -> dict[int, str]:
-    """The kernel's word on each peer's process, of those that this one can see."""
-    states: dict[int, str] = {}
-    for rank, peer in enumerate(control.peers):
-        if rank == control.rank or peer.domain != control.peers[control.rank].domain:
-            continue
-        if peer.ended():
-            states[rank] = "gone"
-            continue
-        try:
-            status = Path(f"/proc/{peer.process_id}/status").read_text()
-        except OSError:
-            states[rank] = "gone"
-        else:
-            states[rank] = next(line for line in status.splitlines() if line.startswith("State:"))[6:].strip()
-    return states
+def _processes(control: ControlPlane) -> dict[int, PeerProcess]:
+    """The processes of the other ranks, with the state of those that this one can see."""
+    own = control.peers[control.rank].domain if control.peers else ""
+    return {
+        rank: PeerProcess(
+            hostname=peer.hostname, process_id=peer.process_id, state=_state(peer) if peer.domain == own else None
+        )
+        for rank, peer in enumerate(control.peers)
+        if rank != control.rank
+    }
+
+
+def _state(peer: Peer) -> str:
+    try:
+        status = Path(f"/proc/{peer.process_id}/status").read_text()
+    except OSError:
+        return "gone"
+    state = next(line for line in status.splitlines() if line.startswith("State:"))
+    return "gone" if peer.ended() else state.removeprefix("State:").strip()
 
 
 def _loaded_versions() -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from dcp_decode.errors import WRONG_RESULT
 from dcp_decode.forensics.archive import Case
-from dcp_decode.forensics.evidence import ControlWords, TornRow
+from dcp_decode.forensics.evidence import ControlWords, PeerProcess, TornRow
 from dcp_decode.results import STAGE_ORDER, wait_advance
 
 Kind = Literal["wrong data", "dead rank", "crashed rank", "stopped rank", "late rank", "lost words", "told to stop"]
@@ -57,7 +57,7 @@ def diagnose(case: Case) -> Diagnosis:
             return _death(case, record.rank, record.outcome == "crashed", str(record.error))
     for rank in range(case.plan.processes):
         if rank not in case.records and states.get(rank, "gone") == "gone":
-            return _death(case, rank, False, "its process ended without a record")
+            return _death(case, rank, False, f"its process{_process(case, rank)} ended without a record")
     wait = next(iter(waits(case)), None)
     if wait is not None:
         return _of_wait(case, wait, states.get(wait["source_rank"], ""))
@@ -87,10 +87,18 @@ def states_seen(case: Case) -> dict[int, str]:
     """The state of each rank's process at the earliest look of a peer; not of one that had left a record and ended."""
     seen: dict[int, str] = {}
     for evidence in sorted(case.evidence.values(), key=lambda evidence: evidence.collected):
-        for rank, state in evidence.processes.items():
-            if not (state == "gone" and rank in case.records):
-                seen.setdefault(rank, state)
+        for rank, process in evidence.processes.items():
+            if process.state is not None and not (process.state == "gone" and rank in case.records):
+                seen.setdefault(rank, process.state)
     return seen
+
+
+def processes(case: Case) -> dict[int, PeerProcess]:
+    """The process of each rank, as far as anybody knew it."""
+    known = {rank: process for evidence in case.evidence.values() for rank, process in evidence.processes.items()}
+    for rank, record in case.records.items():
+        known[rank] = PeerProcess(hostname=record.hostname, process_id=record.process_id, state=None)
+    return known
 
 
 def control_words(case: Case, rank: int) -> ControlWords | None:
@@ -138,6 +146,11 @@ def _of_wait(case: Case, wait: Wait, state: str) -> Diagnosis:
         kind, found = "late rank", f"rank {source} was late: it lived, and had not pushed"
     sentence = f"{found}; rank {wait['waiting_rank']} waited for it ({describe_wait(wait)})"
     return Diagnosis(kind, source, sentence, (*_whereabouts(case, source), *_stack(case, source)))
+
+
+def _process(case: Case, rank: int) -> str:
+    process = processes(case).get(rank)
+    return "" if process is None else f" {process.process_id} on {process.hostname}"
 
 
 def _has_pushed(case: Case, wait: Wait) -> bool:

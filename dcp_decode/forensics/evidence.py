@@ -75,12 +75,19 @@ class MailboxEvidence(Evidence):
     slots: tuple[Slot, ...]
 
 
+class PeerProcess(Evidence):
+    """Another rank's process. state: the kernel's word, "T (stopped)" for example, "gone", or None: on another host."""
+
+    hostname: str
+    process_id: int
+    state: str | None
+
+
 class RankEvidence(Evidence):
     """Everything of one process. collected: seconds since the epoch.
 
-    waits: control-plane waits under way. processes: state of each peer's process on this host as the kernel names it,
-    "T (stopped)" for example, or "gone". peers: control words of other ranks, where their memory is mapped here.
-    problem: why mailboxes are missing.
+    waits: control-plane waits under way. processes: the other ranks'. peers: control words of other ranks, where
+    their memory is mapped here. problem: why mailboxes are missing.
     """
 
     rank: int
@@ -91,7 +98,7 @@ class RankEvidence(Evidence):
     position: Position
     versions: dict[str, str]
     waits: tuple[dict[str, Any], ...] = ()
-    processes: dict[int, str] = {}
+    processes: dict[int, PeerProcess] = {}
     traceback: str | None = None
     peers: dict[int, ControlWords] = {}
     mailboxes: tuple[MailboxEvidence, ...] = ()

@@ -1,0 +1,343 @@
+"""Words to evidence, evidence to an archive, an archive to the first cause; real processes: test_faults.py."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch_stub import report
+
+from dcp_decode import numerics
+from dcp_decode.cli import run_command
+from dcp_decode.config import load_config
+from dcp_decode.control.plane import ControlPlane
+from dcp_decode.control.solo import SoloControlPlane
+from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT
+from dcp_decode.fabric.loopback import LoopbackFabric
+from dcp_decode.forensics import black_box as recorder
+from dcp_decode.forensics.archive import BadArchive, conclude_folder, read
+from dcp_decode.forensics.black_box import BlackBox
+from dcp_decode.forensics.diagnosis import Diagnosis, diagnose, waits
+from dcp_decode.forensics.evidence import (
+    ControlWords,
+    MailboxEvidence,
+    PeerProcess,
+    Position,
+    RankEvidence,
+    Slot,
+    TornRow,
+    write_evidence,
+)
+from dcp_decode.forensics.words import read_mailbox
+from dcp_decode.geometry import Geometry
+from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
+from dcp_decode.records import RankRecord, make_plan, read_records, write_record
+from dcp_decode.supervisor import supervise
+from dcp_decode.waits import Wait
+from dcp_decode.waits import write_record as write_wait
+
+GEOMETRY = Geometry(heads=16, dcp=2, capacity=3, padded_heads=32, topk=4)
+LAYOUT = MailboxLayout(GEOMETRY)
+WORDS_A_HEAD = {"query": numerics.ROW_BYTES // 4, "payload": numerics.LATENT_DIM // 2, "lse_log2": 1}
+WAIT = Wait("MERGE", 0, 1, 0, 2, 5, 4, numerics.ARMED_WORD, 0, 1)
+
+
+def armed_mailbox() -> Mailbox:
+    mailbox = Mailbox(LAYOUT, LoopbackFabric(2).allocate(LAYOUT.nbytes)[0])
+    mailbox.arm()
+    return mailbox
+
+
+def row_words(mailbox: Mailbox, section: str, generation: int, source: int, row: int) -> torch.Tensor:
+    """int32 view of a source's row: (words,) or (heads, words)."""
+    words = getattr(LAYOUT, section).words(mailbox.memory.local)[generation]
+    if section == "query":
+        return words[row, source * GEOMETRY.owner_heads : (source + 1) * GEOMETRY.owner_heads]
+    return words[source, row]
+
+
+@pytest.mark.parametrize("section", ["topk", "query", "payload", "lse_log2"])
+def test_rows_are_counted_by_source_and_generation(section: str) -> None:
+    mailbox = armed_mailbox()
+    row_words(mailbox, section, 1, 1, 0).fill_(7)
+    torn = row_words(mailbox, section, 1, 1, 2)
+    torn.fill_(7)
+    torn.view(-1)[-1] = numerics.ARMED_WORD
+    slots = [slot for slot in read_mailbox(LAYOUT, mailbox.memory.local, 0).slots if slot.mailbox == section]
+    assert len(slots) == GEOMETRY.generations * GEOMETRY.dcp
+    for slot in slots:
+        if (slot.generation, slot.source) != (1, 1):
+            assert (slot.armed, slot.arrived, slot.torn) == (GEOMETRY.capacity, 0, ())
+            continue
+        assert (slot.armed, slot.arrived) == (1, 1)
+        words = torn.numel()
+        head, word = divmod(words - 1, WORDS_A_HEAD[section]) if section != "topk" else (-1, words - 1)
+        assert slot.torn == (TornRow(row=2, arrived=words - 1, words=words, head=head, word=word),)
+
+
+def test_control_words_and_report_buffer() -> None:
+    mailbox = armed_mailbox()
+    mailbox.use_counter(Stage.QUERY).fill_(9)
+    control = read_mailbox(LAYOUT, mailbox.memory.local, 0).control
+    assert control == ControlWords(
+        uses={"TOPK": 0, "QUERY": 9, "SPARSE": 0, "PUSH": 0, "MERGE": -1}, aborted=False, report=None
+    )
+    write_wait(mailbox, WAIT)
+    control = read_mailbox(LAYOUT, mailbox.memory.local, 0).control
+    assert control.aborted
+    assert control.report == WAIT.as_dict()
+
+
+def collected(box: BlackBox) -> list[RankEvidence]:
+    written: list[RankEvidence] = []
+    for _ in range(2):  # the second one must not count
+        box.collect(0, SoloControlPlane(), "a test", None, written.append)
+    return written
+
+
+def test_a_black_box_is_read_once() -> None:
+    box = BlackBox()
+    box.watch([armed_mailbox()])
+    box.at("prefill", step=7)
+    first, last = collected(box)
+    assert first.mailboxes == ()
+    assert (last.position.activity, last.position.step) == ("prefill", 7)
+    assert [mailbox.rank for mailbox in last.mailboxes] == [0]
+    assert last.problem is None
+    assert last.versions["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("reading", "problem"),
+    [
+        (lambda *_: time.sleep(60), "mailboxes were not read within 0.2 s"),
+        (lambda *_: (_ for _ in ()).throw(RuntimeError("device\nlost")), "mailboxes can't be read: device lost"),
+    ],
+)
+def test_a_device_that_does_not_answer_costs_a_bounded_time(
+    reading: Callable[..., Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "read_mailbox", reading)
+    monkeypatch.setattr(recorder, "READ_SECONDS", 0.2)
+    box = BlackBox()
+    box.watch([armed_mailbox()])
+    started = time.monotonic()
+    last = collected(box)[-1]
+    assert time.monotonic() - started < 2
+    assert (last.mailboxes, last.problem) == ((), problem)
+
+
+PLAN = make_plan("run", load_config(None, {"parallel.dcp": 2, "model.heads": 16}), "torchrun", None)
+
+
+def record_of(rank: int, **fields: Any) -> RankRecord:
+    base = RankRecord(rank, 100 + rank, "host", "failed", WAIT_EXPIRED, 10.0 + rank, "a wait expired")
+    return RankRecord(**asdict(base) | fields)
+
+
+def evidence_of(rank: int, **fields: Any) -> RankEvidence:
+    position = Position(activity="merge", step=1, layer=0, seconds=2.0)
+    base = RankEvidence(
+        rank=rank,
+        process_id=100 + rank,
+        hostname="host",
+        collected=10.0 + rank,
+        reason="a wait expired",
+        position=position,
+        versions={},
+        processes={1 - rank: PeerProcess(hostname="host", process_id=101 - rank, state="S (sleeping)")},
+        peers={
+            1 - rank: ControlWords(uses=dict.fromkeys(("TOPK", "QUERY", "SPARSE", "PUSH", "MERGE"), 4), aborted=False)
+        },
+    )
+    return base.model_copy(update=fields)
+
+
+def pack(folder: Path, records: list[RankRecord], evidence: list[RankEvidence]) -> Path:
+    """The archive of a run of PLAN, beside the document run.json of a folder."""
+    left = folder / "records"
+    left.mkdir()
+    for record in records:
+        write_record(left, record)
+    for one in evidence:
+        write_evidence(left, one)
+    plan = type(PLAN)(**asdict(PLAN) | {"output": str(folder / "run.json")})
+    path = conclude_folder(plan, left).document["forensics"]
+    assert path == str(folder / "run.forensics.tar.gz")
+    assert [name for name in os.listdir(folder) if name.startswith(".")] == []
+    return Path(path)
+
+
+def state(text: str) -> dict[int, PeerProcess]:
+    return {1: PeerProcess(hostname="host", process_id=101, state=text)}
+
+
+def pushed(uses: int) -> dict[int, ControlWords]:
+    counters = {"TOPK": 5, "QUERY": 5, "SPARSE": uses, "PUSH": 0, "MERGE": 4}
+    return {1: ControlWords(uses=counters, aborted=False)}
+
+
+def mailbox_with(torn: TornRow, generation: int = 0) -> tuple[MailboxEvidence, ...]:
+    slot = Slot(mailbox="payload", generation=generation, source=1, armed=1, arrived=1, torn=(torn,))
+    uses = dict.fromkeys(("TOPK", "QUERY", "SPARSE", "PUSH", "MERGE"), 4)
+    return (MailboxEvidence(rank=0, control=ControlWords(uses=uses, aborted=True), slots=(slot,)),)
+
+
+TORN = TornRow(row=0, arrived=5, words=2048, head=2, word=5)
+EXPIRED = {"expired_waits": [WAIT.as_dict()]}
+TOLD = {"outcome": "terminated", "consequence": True, "error": "told to stop (SIGTERM)"}
+
+
+@pytest.mark.parametrize(
+    ("records", "seen", "kind"),
+    [
+        # What rank 0 saw when its wait for rank 1 expired. Rank 1's own record comes later, if at all.
+        ([record_of(0, **EXPIRED), record_of(1, **TOLD)], {"processes": state("T (stopped)")}, "stopped rank"),
+        ([record_of(0, **EXPIRED)], {"processes": state("T (stopped)")}, "stopped rank"),
+        ([record_of(0, **EXPIRED)], {"processes": state("gone")}, "dead rank"),
+        ([record_of(0, **EXPIRED)], {}, "late rank"),  # killed by its launcher, after the fact
+        ([record_of(0, **EXPIRED), record_of(1, **TOLD)], {"peers": pushed(4)}, "late rank"),
+        ([record_of(0, **EXPIRED), record_of(1, **TOLD)], {"peers": pushed(5)}, "lost words"),
+        ([record_of(0, **EXPIRED), record_of(1, **TOLD)], {"mailboxes": mailbox_with(TORN)}, "lost words"),
+        # Torn rows of another generation or another row are no evidence.
+        ([record_of(0, **EXPIRED), record_of(1, **TOLD)], {"mailboxes": mailbox_with(TORN, 1)}, "late rank"),
+        (
+            [record_of(0, **EXPIRED), record_of(1, **TOLD)],
+            {"mailboxes": mailbox_with(TORN.model_copy(update={"row": 1}))},
+            "late rank",
+        ),
+        ([record_of(0, **EXPIRED), record_of(1, outcome="killed", error="SIGKILL")], {}, "dead rank"),
+        ([record_of(0, **EXPIRED), record_of(1, outcome="crashed", error="KeyError")], {}, "crashed rank"),
+        ([record_of(0, **EXPIRED), record_of(1, exit_code=WRONG_RESULT, error="a row")], {}, "wrong data"),
+    ],
+)
+def test_first_causes(records: list[RankRecord], seen: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    case = read(pack(tmp_path, records, [evidence_of(0, **seen)]))
+    diagnosis = diagnose(case)
+    assert (diagnosis.kind, diagnosis.rank) == (kind, 1)
+    assert [(wait["waiting_rank"], wait["source_rank"]) for wait in waits(case)] == [(0, 1)]
+
+
+def test_told_to_stop_is_nobodys_fault(tmp_path: Path) -> None:
+    told = [record_of(rank, **TOLD) for rank in range(2)]
+    case = read(pack(tmp_path, told, [evidence_of(rank) for rank in range(2)]))
+    assert diagnose(case).kind == "told to stop"
+
+
+def test_the_least_advanced_wait_is_the_first(tmp_path: Path) -> None:
+    later = Wait("TOPK", 1, 0, 0, -1, 0, 5, numerics.ARMED_WORD, 0, 1)
+    records = [record_of(0, **EXPIRED), record_of(1, ended=1.0, expired_waits=[later.as_dict()])]
+    diagnosis = diagnose(read(pack(tmp_path, records, [evidence_of(rank) for rank in range(2)])))
+    assert (diagnosis.kind, diagnosis.rank) == ("late rank", 1)
+
+
+def test_nothing_is_kept_of_a_run_that_verified(tmp_path: Path) -> None:
+    left = tmp_path / "records"
+    left.mkdir()
+    for rank in range(2):
+        write_record(left, record_of(rank, outcome="ok", exit_code=VERIFIED, error=None))
+    conclusion = conclude_folder(PLAN, left)
+    assert (conclusion.exit_code, conclusion.document["forensics"]) == (VERIFIED, None)
+
+
+def test_an_archive_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = tmp_path / "records"
+    left.mkdir()
+    (tmp_path / "file").touch()
+    write_record(left, record_of(0, **EXPIRED))
+    plan = type(PLAN)(**asdict(PLAN) | {"output": str(tmp_path / "file" / "run.json")})
+    conclusion = conclude_folder(plan, left)
+    assert (conclusion.exit_code, conclusion.document["forensics"]) == (WAIT_EXPIRED, None)
+    assert "not written: File exists" in capsys.readouterr().err
+
+
+def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = pack(tmp_path, [record_of(0, **EXPIRED)], [evidence_of(0, processes=state("T (stopped)"))])
+    assert run_command(["explain", str(path)]) == VERIFIED
+    text = capsys.readouterr().out
+    assert text.startswith("first cause: stopped rank\nrank 1 was stopped, its process in state T (stopped)")
+    assert "MERGE, use 4, row 0, head 2, word 5" in text
+    assert run_command(["explain", "--json", str(path)]) == VERIFIED
+    explained = json.loads(capsys.readouterr().out)
+    assert (explained["first_cause"]["kind"], explained["first_cause"]["rank"]) == ("stopped rank", 1)
+    assert explained["waits"] == [WAIT.as_dict()]
+
+
+def rewritten(path: Path, changes: dict[str, bytes | None]) -> None:
+    """Replace members of an archive; None drops one."""
+    with tarfile.open(path, "r:gz") as archive:
+        members = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in (members | changes).items():
+            if text is not None:
+                member = tarfile.TarInfo(name)
+                member.size = len(text)
+                archive.addfile(member, io.BytesIO(text))
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "can't be read (No such file or directory)": lambda path: path.unlink(),
+    "no forensics archive (not a gzip file)": lambda path: path.write_bytes(b"{}"),
+    "is damaged or no forensics archive": lambda path: path.write_bytes(path.read_bytes()[:-200]),
+    "(no manifest of the format)": lambda path: rewritten(path, {"manifest.json": None}),
+    "is no forensics archive of dcp-decode": lambda path: rewritten(path, {"manifest.json": b'{"format": "another"}'}),
+    "schema = 2: must be 1": lambda path: rewritten(
+        path, {"manifest.json": b'{"format": "dcp_decode forensics", "schema": 2}'}
+    ),
+    "plan.json is missing": lambda path: rewritten(path, {"plan.json": None}),
+    "rank-0.json.rank: ": lambda path: rewritten(path, {"rank-0.json": b'{"process_id": 1}'}),
+    "forensics-0.json: ": lambda path: rewritten(path, {"forensics-0.json": b"{"}),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_damaged_or_foreign_archive_is_one_clear_error(
+    message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = pack(tmp_path, [record_of(0, **EXPIRED)], [evidence_of(0)])
+    DAMAGES[message](path)
+    with pytest.raises(BadArchive):
+        read(path)
+    assert run_command(["explain", str(path)]) == BAD_INPUT
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {path}: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_changed_bit_is_noticed(tmp_path: Path) -> None:
+    path = pack(tmp_path, [record_of(0, **EXPIRED)], [evidence_of(0)])
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BadArchive):
+        read(path)
+
+
+def test_a_fatal_signal_leaves_its_stack(tmp_path: Path) -> None:
+    def crash(control: ControlPlane) -> Any:
+        if control.rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        control.barrier("meeting")
+        return report()
+
+    supervise(crash, 2, tmp_path, wait_deadline_seconds=0.2, control_deadline_seconds=20.0)
+    plan = type(PLAN)(**asdict(PLAN) | {"output": str(tmp_path / "run.json")})
+    case = read(Path(conclude_folder(plan, tmp_path).document["forensics"]))
+    assert list(read_records(tmp_path)) == [0, 1]
+    diagnosis: Diagnosis = diagnose(case)
+    assert (diagnosis.kind, diagnosis.rank) == ("dead rank", 1)
+    assert "ended by SIGSEGV" in diagnosis.sentence
+    assert diagnosis.details[0] == "Fatal Python error: Segmentation fault"
+    assert any("in crash" in line for line in diagnosis.details)
