@@ -1,6 +1,7 @@
-"""Compiles kernel variants for one architecture without a GPU and prints their resources and instructions as JSON.
+"""Compiles every kernel variant without a GPU and tells what it needs and which instructions it holds.
 
-`CUTE_DSL_ARCH=sm_90a python tests/kernel_resources.py` for one architecture; `--update` rewrites the committed table.
+`CUTE_DSL_ARCH=sm_90a python tests/kernel_resources.py` prints JSON for one architecture; `--update` rewrites the
+committed table. To add a variant, add a line to `variants`.
 """
 
 from __future__ import annotations
@@ -13,78 +14,122 @@ import sys
 import tempfile
 from pathlib import Path
 
-ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.configs import KernelConfig, stage_kernels
+from dcp_decode.kernels.sparse_config import ARCHITECTURES, QUERY_WARPS, SparseConfig, sparse_config
+
 TABLE = Path(__file__).parent / "data" / "kernel_resources.json"
 SM_REGISTERS, SM_SHARED, SM_THREADS, SM_CTAS, RESERVED_SHARED = 65536, 228 * 1024, 2048, 32, 1024
-INSTRUCTIONS = (
-    "griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.relaxed.sys.global.v4", "st.relaxed.sys.global.v4",
-    "fence.acq_rel.sys", "cp.async.bulk.shared::cluster.global", "cp.async.bulk.shared::cluster.shared::cta",
-    "st.async", "mbarrier.try_wait", "cvt.rn.satfinite.e4m3x2.f32", "ld.local", "st.local",
-)  # fmt: skip
+# What matters, in PTX and in the machine code that comes of it.
+INSTRUCTIONS = {
+    "dependency wait": (r"griddepcontrol\.wait", r"ACQBULK"),
+    "dependent launch": (r"griddepcontrol\.launch_dependents", r"PREEXIT"),
+    "system load": (r"ld\.relaxed\.sys\.global\.v4", r"LDG\.E\.128\.STRONG\.SYS"),
+    "system store": (r"st\.relaxed\.sys\.global\.v4", r"STG\.E\.128\.STRONG\.SYS"),
+    "system fence": (r"fence\.acq_rel\.sys", r"MEMBAR\.ALL\.SYS"),
+    "bulk load": (r"cp\.async\.bulk\.shared::cluster\.global", r"UBLKCP\.S\.G"),
+    "bulk peer copy": (r"cp\.async\.bulk\.shared::cluster\.shared::cta", r"UBLKCP\.S\.S"),
+    "peer store": (r"st\.async", r"STAS"),
+    "barrier wait": (r"mbarrier\.try_wait", r"SYNCS\.PHASECHK"),
+    "cluster barrier": (r"barrier\.cluster\.arrive", r"UCGABAR_ARV"),
+    "matrix load": (r"ldmatrix", r"LDSM"),
+    "unpack E4M3": (r"cvt\.rn\.f16x2\.e4m3x2", r"F2FP\.F16\.E4M3\.UNPACK_B"),
+    "pack E4M3": (r"cvt\.rn\.satfinite\.e4m3x2\.f32", r"F2FP\.SATFINITE\.E4M3\.F32"),
+    "tensor core": (r"mma\.sync\.aligned\.m16n8k16", r"HMMA\.16816\.F32"),
+}
+LOCAL_MEMORY = re.compile(r"\b(?:LDL|STL)\b")
 
 
-def tool() -> Path | None:
-    """cuobjdump of the package nvidia-cuda-cuobjdump, or None."""
-    found = [Path(folder) / "nvidia/cu13/bin/cuobjdump" for folder in sys.path]
-    return next((path for path in found if path.exists()), None)
+def variants() -> dict[str, tuple[str, KernelConfig]]:
+    """Name in the table -> the kernel's name in `jit.COMPILERS` and its configuration."""
+    g = Geometry(capacity=5)
+    push, local = stage_kernels(g, 5, push=True), stage_kernels(g, 5, push=False)
+    found = {name: (name, local[name]) for name in ("topk_push", "topk_receive", "query_push", "value_push")}
+    found |= {"merge_push": ("merge", push["merge"]), "merge_local": ("merge", local["merge"])}
+    sparse = [sparse_config(g, 5, route, tiles=tiles) for route in (True, False) for tiles in (1, 2, 3)]
+    sparse += [sparse_config(g, 5, tiles=tiles, bulk=True) for tiles in (1, 2, 3)]
+    return found | {config.name: ("sparse_decode", config) for config in sparse}
 
 
-def compile_all() -> dict[str, dict]:
-    """Variant -> registers, stack, local, shared bytes, resident CTAs and the PTX instructions that occur."""
+def tools() -> Path | None:
+    """The folder of cuobjdump and nvdisasm, from their packages, or None."""
+    found = [Path(folder) / "nvidia/cu13/bin" for folder in sys.path]
+    return next((path for path in found if (path / "cuobjdump").exists() and (path / "nvdisasm").exists()), None)
+
+
+def compile_all(chosen: dict[str, tuple[str, KernelConfig]]) -> dict[str, dict]:
+    """Variant -> registers, stack and local bytes, shared bytes, resident CTAs, instructions."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"CUTE_DSL_KEEP": "ptx,cubin", "CUTE_DSL_DUMP_DIR": folder}
-        from dcp_decode.geometry import Geometry
-        from dcp_decode.kernels import query, sparse, sparse_config, value
-        from dcp_decode.kernels.configs import QueryConfig, ValueConfig
+        from dcp_decode.kernels.jit import load_kernel
 
-        g = Geometry(capacity=5)
-        made = {
-            "query_push": (query.compile_query(QueryConfig(g, 5)), QueryConfig.threads, 0),
-            "merge_push": (value.compile_value(ValueConfig(g, 5)), ValueConfig.threads, 0),
-            "merge_local": (value.compile_value(ValueConfig(g, 5, push=False)), ValueConfig.threads, 0),
-            "value_push": (value.compile_value_push(ValueConfig(g, 5, push=False)), ValueConfig.threads, 0),
+        return {
+            name: describe(load_kernel(kernel, config).function, config) for name, (kernel, config) in chosen.items()
         }
-        for push in (True, False):
-            for tiles in (1, 2, 3):
-                for bulk in (False, True):
-                    config = sparse_config.sparse_config(g, 5, push, tiles=tiles, bulk=bulk)
-                    threads = getattr(config, "threads", None) or sparse_config.THREADS
-                    made[config.name] = (sparse.compile_sparse(config), threads, config.shared.nbytes)
-        return {name: describe(*entry) for name, entry in made.items()}
 
 
-def describe(kernel: object, threads: int, dynamic_shared: int) -> dict:
+class CrowdedConfig(SparseConfig):
+    """A negative control: three tiles a CTA that also has query warps, and so 96 registers a thread."""
+
+    query_warps = QUERY_WARPS
+
+
+def describe(function: object, config: KernelConfig) -> dict:
+    """Resources and instructions of one compiled function."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.function.__cubin__)
+        cubin.write(function.__cubin__)
         cubin.flush()
-        command = [str(tool()), "-res-usage", cubin.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = _output("cuobjdump", "-res-usage", cubin.name)
+        code = _output("nvdisasm", "-c", "-ndf", cubin.name)
     fields = {key: int(number) for key, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
-    shared = fields["SHARED"] + dynamic_shared
-    by_registers = SM_REGISTERS // ((fields["REG"] + 7) // 8 * 8 * 32) // (threads // 32)
-    resident = min(SM_CTAS, SM_THREADS // threads, by_registers, SM_SHARED // (shared + RESERVED_SHARED))
+    shared = fields["SHARED"] + config.shared_bytes
+    by_registers = SM_REGISTERS // ((fields["REG"] + 7) // 8 * 8 * 32) // (config.threads // 32)
+    resident = min(SM_CTAS, SM_THREADS // config.threads, by_registers, SM_SHARED // (shared + RESERVED_SHARED))
+    in_ptx = [name for name, (ptx, _) in INSTRUCTIONS.items() if re.search(ptx, function.__ptx__)]
+    in_code = [name for name, (_, sass) in INSTRUCTIONS.items() if re.search(sass, code)]
+    assert in_ptx == in_code, f"PTX {in_ptx}, machine code {in_code}"
     return {
         "registers": fields["REG"],
         "stack_bytes": fields["STACK"],
         "local_bytes": fields["LOCAL"],
+        "local_accesses": len(LOCAL_MEMORY.findall(code)),
         "shared_bytes": shared,
-        "threads": threads,
+        "threads": config.threads,
         "resident_ctas": resident,
-        "instructions": [name for name in INSTRUCTIONS if name in kernel.function.__ptx__],
+        "instructions": in_code,
     }
 
 
-def of_architecture(architecture: str) -> dict[str, dict]:
-    """`compile_all` in a process of its own: the architecture of a DSL is fixed when it is imported."""
+def of_architecture(architecture: str, *arguments: str) -> dict:
+    """What this script prints in a process of its own: the architecture of a DSL is fixed when it is imported."""
     environment = os.environ | {"CUTE_DSL_ARCH": architecture}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def update_table() -> None:
+    lines = []
+    for architecture in ARCHITECTURES:
+        kernels = [
+            f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in of_architecture(architecture).items()
+        ]
+        lines.append(f" {json.dumps(architecture)}: {{\n" + ",\n".join(kernels) + "\n }")
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _output(tool: str, *arguments: str) -> str:
+    folder = tools()
+    assert folder is not None
+    return subprocess.run([folder / tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
 if __name__ == "__main__":
     if "--update" in sys.argv:
-        TABLE.write_text(json.dumps({name: of_architecture(name) for name in ARCHITECTURES}, indent=1) + "\n")
+        update_table()
     else:
-        print(json.dumps(compile_all()))
+        crowded = CrowdedConfig(**vars(sparse_config(Geometry(capacity=5), 5, tiles=3)))
+        control = {"crowded": ("sparse_decode", crowded)}
+        print(json.dumps(compile_all(control if "--crowded" in sys.argv else variants())))
