@@ -1,4 +1,4 @@
-"""The static-shape step, on the CPU's stages: every selection and merged row must equal the per-row step's bits."""
+"""The static-shape step, on the CPU's stages: against the per-row step's bits, and the oracle's bounds."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
 from dcp_decode.service import Service, ServiceSettings, VerifyRow
 from dcp_decode.step import Batch, RankState, verify_layer
 from dcp_decode.trace import TraceRequest
+from dcp_decode.verification import Verifier
 from dcp_decode.waits import MailboxTimeout
 from dcp_decode.workload import Workload
 
@@ -67,6 +68,7 @@ def test_every_row_equals_the_per_row_step(route):
     plain = [
         RankState(GEOMETRY, workload, FlatCache(LAYERS, PAGES, GEOMETRY), stages) for stages in make_stages(GEOMETRY)
     ]
+    verifier = Verifier(GEOMETRY, workload, "seed")
     service = make_service(GEOMETRY)
     shapes = set()
     while (plan := service.next_step()) is not None:
@@ -85,11 +87,12 @@ def test_every_row_equals_the_per_row_step(route):
                 assert (result.rank, result.layer) == (run.rank, layer)
                 assert torch.equal(result.positions, run.positions)
                 assert torch.equal(result.valid, run.valid)
-                # The CPU's exp2 may differ by the vector lane that a row of another batch size falls into.
+                # With rows of padding a CPU's exp2 may round otherwise, by the vector lane that a row then falls into:
+                # the bits may differ, and each (row, head) has its own derived bound.
                 if len(plan.rows) == step_shape(plan.rows, ROWS_A_REQUEST, GEOMETRY).rows:
                     assert torch.equal(result.merged.view(torch.int16), run.merged.view(torch.int16))
                 else:
-                    torch.testing.assert_close(result.merged, run.merged, rtol=2.0**-7, atol=2.0**-7)
+                    verifier.check(plan.index, result)
         for state, rank in zip(plain, steps.ranks, strict=True):
             for layer in range(LAYERS):
                 rows = state.cache.rows[layer]
