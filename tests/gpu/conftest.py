@@ -34,12 +34,25 @@ def _missing() -> str | None:
     return None
 
 
+def _missing_group() -> str | None:
+    """Why the tests of several GPUs can't run here, or None."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or "LOCAL_RANK" not in os.environ:
+        return "needs torchrun with several ranks (make test-multigpu)"
+    import torch
+
+    if torch.cuda.device_count() < size:
+        return f"needs a GPU for each of {size} ranks, and {torch.cuda.device_count()} are here"
+    return _missing()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = [item for item in items if "gpu" in item.keywords]
-    reason = _missing() if here else None
-    if reason is not None:
-        for item in here:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    for marker, missing in (("gpu", _missing), ("multigpu", _missing_group)):
+        here = [item for item in items if item.get_closest_marker(marker)]
+        reason = missing() if here else None
+        if reason is not None:
+            for item in here:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -14,7 +14,6 @@ from dcp_decode.records import RECORDS_VARIABLE, make_plan, read_records
 from dcp_decode.results import Conclusion, conclude
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULT_RANK = Path(__file__).parent / "fault_rank.py"
 MPIRUN = shutil.which("mpirun")
 PREFIXES = ("TORCHELASTIC", "OMPI_", "PMI", "PRTE")
 

@@ -11,18 +11,17 @@ import pytest
 pytest.importorskip("pydantic", reason="the service's config needs pydantic")
 pytest.importorskip("nvshmem", reason="needs nvshmem4py")
 
-from rank_launch import FAULT_RANK, MPIRUN, launcher_command, run_ranks
+from fault_case import check_fault
+from rank_launch import MPIRUN, launcher_command, run_ranks
 
 from dcp_decode.config import load_config
 from dcp_decode.control.solo import SoloControlPlane
-from dcp_decode.errors import VERIFIED, WAIT_EXPIRED
+from dcp_decode.errors import VERIFIED
 from dcp_decode.run import run_rank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
 SMALL = {"parallel.device": "cuda", "model.layers": 1, "service.max_steps": 6}
-VICTIM = 3
-FAULT_STEP = 4
 CYCLES = 100
 
 
@@ -47,45 +46,9 @@ def test_every_launcher_gives_the_digest_of_loopback(launcher, tmp_path, loopbac
     assert document["digest"] == loopback_digest
 
 
-CONFIG = """
-[model]
-layers = 1
-[parallel]
-device = "cuda"
-fabric = "nvshmem"
-[mailbox]
-capacity = 5
-[service]
-max_steps = 12
-[verify]
-mode = "off"
-[workload.synthetic]
-requests = 1
-input_length = 3000
-output_length = 200
-"""
-
-
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_a_rank_that_dies_or_stops_is_named_by_all_others_within_the_deadline(fault, tmp_path):
-    path = tmp_path / "config.toml"
-    path.write_text(CONFIG)
-    config, note = load_config(path), tmp_path / "fault-time"
-    arguments = [str(FAULT_RANK), str(path), fault, str(VICTIM), str(FAULT_STEP), str(note)]
-    conclusion = run_ranks("torchrun", config, arguments, tmp_path / "records", 120)
-    assert conclusion.exit_code == WAIT_EXPIRED, conclusion.error
-    assert f"rank {VICTIM}" in conclusion.error
-    happened = float(note.read_text())
-    survivors = [record for record in conclusion.document["records"] if record["rank"] != VICTIM]
-    for record in survivors:
-        named = f"rank {VICTIM}" in (record["error"] or "") or str(VICTIM) in record["dead_peers"]
-        assert named, record
-        # One mailbox deadline, and what raising, telling and writing take on a machine that runs eight such processes.
-        assert record["ended"] - happened < config.mailbox.deadline_seconds + 1.0, record
-    if fault == "stop":
-        waits = conclusion.document["expired_waits"]
-        assert waits, "nobody's kernels gave up"
-        assert {wait["source_rank"] for wait in waits if wait["stage"] == "TOPK"} == {VICTIM}
+    check_fault(fault, "nvshmem", 8, tmp_path)
 
 
 def test_a_hundred_starts_and_ends_of_nvshmem_leak_nothing(tmp_path):
