@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,14 +19,14 @@ from dcp_decode.errors import BAD_INPUT
 from dcp_decode.records import Plan
 from dcp_decode.results import Conclusion, write_document
 
-PLAIN_WIDTH = 160  # of a line when standard output is no terminal
+if TYPE_CHECKING:  # a conclusion is shown without torch
+    from dcp_decode import run
 
-# Called with requests finished, requests in, steps, tokens, and the worst relative error so far (None: unchecked).
-ShowProgress = Callable[[int, int, int, int, float | None], None]
+PLAIN_WIDTH = 160  # of a line when standard output is no terminal
 
 
 @contextlib.contextmanager
-def progress_bar(max_steps: int | None) -> Iterator[ShowProgress]:
+def progress_bar(max_steps: int | None) -> Iterator[Callable[[run.Progress], None]]:
     """A callable to call after every step; draws only if standard error is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -42,10 +42,11 @@ def progress_bar(max_steps: int | None) -> Iterator[ShowProgress]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("steps", total=max_steps, figures="")
 
-        def show(finished: int, requests: int, steps: int, tokens: int, worst_error: float | None) -> None:
-            worst = "unchecked" if worst_error is None else f"{worst_error:.2%}"
-            figures = f"requests {finished}/{requests}  tokens {tokens}  worst error {worst}"
-            bar.update(task, completed=steps, figures=figures)
+        def show(progress: run.Progress) -> None:
+            worst = f"{progress.worst.error:.2%}" if progress.worst.bound else "unchecked"
+            requests = f"{progress.requests['finished']}/{progress.requests['in']}"
+            figures = f"requests {requests}  tokens {progress.tokens}  worst error {worst}"
+            bar.update(task, completed=progress.steps, figures=figures)
 
         yield show
 

@@ -9,6 +9,7 @@ barrier after host work of unbounded length (prefill, verification), so that a m
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from dcp_decode.summary import RankSummary, RunSummary, account, execution_of, r
 from dcp_decode.topk import check_row_range
 from dcp_decode.trace import TraceRequest, read_trace, synthetic_requests
 from dcp_decode.verification import Verifier, WorstRow, check_needle_group
+from dcp_decode.waits import WaitTotal
 from dcp_decode.workload import Workload
 
 FAMILY = "seed"
@@ -42,12 +44,20 @@ CPU_CLOCK = "wall time of every step's stages, waits for peers included"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, for whoever shows it."""
+    """Where a run stands after a step, for whoever shows it.
+
+    step_seconds: wall time of the step's layers. stage_seconds: (rank, a time for each of `step.TIMED`) of each layer
+    and local rank, if the step ran stage by stage on the CPU. waits: of the local ranks so far, on the CPU.
+    """
 
     requests: dict[str, int]
     steps: int
     tokens: int
     worst: WorstRow
+    free_pages: int
+    step_seconds: float
+    stage_seconds: list[tuple[int, tuple[float, ...]]]
+    waits: list[WaitTotal]
 
 
 def run_rank(
@@ -140,6 +150,7 @@ class Run:
         self.workload = Workload(config.workload.seed, self.geometry)
         self.verifier = Verifier(self.geometry, self.workload, FAMILY, placement.device)
         self.checked_steps = 0
+        self.step_seconds = 0.0
         self.placement = placement
         self.policy = policy
         self.stage_clock = CPU_CLOCK
@@ -257,7 +268,9 @@ class Run:
         batch = Batch(plan.rows, {row.request: self.service.request(row.request) for row in plan.rows})
         checked = self._is_checked(plan.index)
         black_box.at("layers", plan.index)
+        started = time.perf_counter()
         layers = self._run_layers(plan.index, batch, checked)
+        self.step_seconds = time.perf_counter() - started
         black_box.at("verification", plan.index)
         for number, run in enumerate(layers):
             account(self.summaries[number % len(self.summaries)], run)
@@ -301,7 +314,19 @@ class Run:
         return verify.mode == "every" or (verify.mode == "sample" and step % verify.period == 0)
 
     def _progress(self) -> Progress:
-        return Progress(self.service.counts(), self.service.steps, self.service.tokens, self.verifier.worst)
+        timed = 0 if self.device_steps is not None else self.layers
+        return Progress(
+            requests=self.service.counts(),
+            steps=self.service.steps,
+            tokens=self.service.tokens,
+            worst=self.verifier.worst,
+            free_pages=self.service.pool.free,
+            step_seconds=self.step_seconds,
+            stage_seconds=[
+                (one.rank, times) for one in self.summaries for times in one.seconds[len(one.seconds) - timed :]
+            ],
+            waits=[total for state in self.ranks for total in state.stages.arrival.totals.values()],
+        )
 
     def _gather(self) -> RunSummary:
         agree(self.control, "the schedule", {"service state": self.service.fingerprint()})

@@ -46,6 +46,16 @@ class Wait:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class WaitTotal:
+    """Waits of a rank at a stage so far that found words missing and ended well, and the seconds that they took."""
+
+    rank: int
+    stage: str
+    count: int
+    seconds: float
+
+
 class MailboxTimeout(WaitFailed):
     """One or more mailbox waits expired; `waits` says who waited for whom. The group must be rebuilt."""
 

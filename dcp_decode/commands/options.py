@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from dcp_decode.config import RunConfig, load_config
+
+if TYPE_CHECKING:
+    from dcp_decode.metrics import MetricsSettings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -41,6 +44,32 @@ def config_overrides(command: Command) -> Command:
     for option, (key, kind) in reversed(OVERRIDES.items()):
         command = click.option(option, _name(option), type=kind, default=None, help=f"Overrides {key}.")(command)
     return command
+
+
+def metrics_options(command: Command) -> Command:
+    """The options of `read_metrics`."""
+    for option in (
+        click.option("--metrics-port", type=click.IntRange(1, 65_535), help="Rank r serves /metrics on port + r."),
+        click.option("--metrics-address", default="127.0.0.1", show_default=True, help="The address to bind to."),
+        click.option(
+            "--stalled-after",
+            type=click.FloatRange(min=0, min_open=True),
+            default=120.0,
+            show_default=True,
+            help="Seconds without a finished step after which /healthz says 503.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def read_metrics(options: dict[str, Any]) -> MetricsSettings | None:
+    """What was asked of the metrics server, or None."""
+    if options["metrics_port"] is None:
+        return None
+    from dcp_decode.metrics import MetricsSettings  # imports prometheus_client
+
+    return MetricsSettings(options["metrics_port"], options["metrics_address"], options["stalled_after"])
 
 
 def read_config(config: Path | None, options: dict[str, Any]) -> RunConfig:

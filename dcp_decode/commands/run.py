@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dcp_decode.commands.options import config_options, read_config
+from dcp_decode.commands.options import config_options, metrics_options, read_config, read_metrics
 from dcp_decode.config import RunConfig
 from dcp_decode.records import RankReport, make_plan, write_plan
 
 if TYPE_CHECKING:
     from dcp_decode.control.plane import ControlPlane
+    from dcp_decode.metrics import MetricsSettings
     from dcp_decode.run import RunSummary
     from dcp_decode.step import BeforeStage
 
 
 @click.command()
 @config_options
+@metrics_options
 @click.option(
     "--output", type=click.Path(dir_okay=False), help="The JSON document; default results/run-<utc>-<pid>.json."
 )
@@ -50,23 +53,36 @@ def run(
     before_stage = None
     if inject is not None:
         before_stage = FaultInjector(EXAMPLES[inject], configured.model.layers, configured.parallel.route)
-    return execute("run", configured, lambda control: run_one_rank(configured, control, before_stage), output, publish)
+    metrics = read_metrics(options)
+    return execute(
+        "run", configured, lambda control: run_one_rank(configured, control, before_stage, metrics), output, publish
+    )
 
 
-def run_one_rank(config: RunConfig, control: ControlPlane, before_stage: BeforeStage | None = None) -> RankReport:
-    """One rank of a run; rank 0 shows how far it is. before_stage: fault injection."""
+def run_one_rank(
+    config: RunConfig,
+    control: ControlPlane,
+    before_stage: BeforeStage | None = None,
+    metrics: MetricsSettings | None = None,
+) -> RankReport:
+    """One rank of a run; rank 0 shows how far it is. before_stage: fault injection. metrics: how to serve them."""
     from dcp_decode.presentation import progress_bar
     from dcp_decode.run import Progress, run_rank
 
-    if control.rank != 0:
-        return report_of(run_rank(config, control, None, before_stage))
-    with progress_bar(config.service.max_steps) as show:
+    with contextlib.ExitStack() as stack:
+        observers = []
+        if metrics is not None:
+            from dcp_decode.metrics import serve_metrics
+
+            observers.append(stack.enter_context(serve_metrics(metrics, config, control)))
+        if control.rank == 0:
+            observers.append(stack.enter_context(progress_bar(config.service.max_steps)))
 
         def on_progress(progress: Progress) -> None:
-            worst = progress.worst.error if progress.worst.bound else None
-            show(progress.requests["finished"], progress.requests["in"], progress.steps, progress.tokens, worst)
+            for observe in observers:
+                observe(progress)
 
-        return report_of(run_rank(config, control, on_progress, before_stage))
+        return report_of(run_rank(config, control, on_progress if observers else None, before_stage))
 
 
 def report_of(summary: RunSummary) -> RankReport:

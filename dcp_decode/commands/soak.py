@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dcp_decode.commands.options import config_options, read_config
+from dcp_decode.commands.options import config_options, metrics_options, read_config, read_metrics
 
 if TYPE_CHECKING:
     from dcp_decode.config import RunConfig
     from dcp_decode.control.plane import ControlPlane
     from dcp_decode.faults import FaultPlan
+    from dcp_decode.metrics import MetricsSettings
     from dcp_decode.rank_process import Body
     from dcp_decode.records import RankReport
     from dcp_decode.soak import Round
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @config_options
+@metrics_options
 @click.option("--minutes", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Start no round after.")
 @click.option("--faults", default="delays,stops", show_default=True, help="Comma-separated: delays, stops.")
 @click.option(
@@ -43,24 +45,27 @@ def soak(config: Path | None, minutes: float, faults: str, output: str | None, *
     launcher = detect_launcher(os.environ)
     if launcher.name != "builtin":
         raise UnsupportedEnvironment(f"soak starts its own ranks: start it without {launcher.name}")
+    metrics = read_metrics(options)
     plan = make_plan("soak", configured, launcher.name, output)
 
     def make_body(fault_plan: FaultPlan, folder: Path) -> Body:
-        return lambda control: _run_rank(configured, fault_plan, folder, control)
+        return lambda control: _run_rank(configured, fault_plan, folder, control, metrics)
 
     conclusion = rounds.soak(plan, configured, kinds, 60 * minutes, make_body, _show)
     publish(conclusion, plan)
     return conclusion.exit_code
 
 
-def _run_rank(config: RunConfig, plan: FaultPlan, folder: Path, control: ControlPlane) -> RankReport:
+def _run_rank(
+    config: RunConfig, plan: FaultPlan, folder: Path, control: ControlPlane, metrics: MetricsSettings | None
+) -> RankReport:
     from dcp_decode.commands.run import run_one_rank
     from dcp_decode.faults import FaultInjector
     from dcp_decode.soak import write_counts
 
     injector = FaultInjector(plan, config.model.layers, config.parallel.route)
     try:
-        return run_one_rank(config, control, injector)
+        return run_one_rank(config, control, injector, metrics)
     finally:
         write_counts(folder, control.rank, injector.counts)
 

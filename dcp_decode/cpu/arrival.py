@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from dcp_decode import numerics
 from dcp_decode.errors import RankDied
 from dcp_decode.mailbox import Mailbox, Stage
-from dcp_decode.waits import MailboxTimeout, Wait, read_record, write_record
+from dcp_decode.waits import MailboxTimeout, Wait, WaitTotal, read_record, write_record
 
 FIRST_PAUSE_SECONDS = 20e-6
 LONGEST_PAUSE_SECONDS = 1e-3
@@ -26,7 +27,10 @@ Locate = Callable[[tuple[int, ...]], tuple[int, int, int, int]]
 
 
 class Arrival:
-    """Waits of one rank. dead_peers: asks the control plane for peers whose process has ended (rank -> how)."""
+    """Waits of one rank, counted in `totals`.
+
+    dead_peers: asks the control plane for peers whose process has ended (rank -> how).
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class Arrival:
         self.mailbox = mailbox
         self.deadline_seconds = deadline_seconds
         self.dead_peers = dead_peers
+        self.totals: dict[Stage, WaitTotal] = {}
 
     def snapshot(
         self, words: torch.Tensor, stage: Stage, use: int, locate: Locate, wanted: torch.Tensor | None = None
@@ -63,6 +68,7 @@ class Arrival:
             copy = torch.where(missing, words, copy)
             missing &= copy == numerics.ARMED_WORD
             if not missing.any():
+                self._count(stage, time.monotonic() - start)
                 return copy
             now = time.monotonic()
             if now >= next_check:
@@ -72,6 +78,10 @@ class Arrival:
                 wait = self._wait(missing, stage, use, locate)
                 write_record(self.mailbox, wait)
                 raise MailboxTimeout([wait], self.deadline_seconds)
+
+    def _count(self, stage: Stage, seconds: float) -> None:
+        before = self.totals.get(stage, WaitTotal(self.mailbox.rank, stage.name, 0, 0.0))
+        self.totals[stage] = replace(before, count=before.count + 1, seconds=before.seconds + seconds)
 
     def _refuse_aborted(self) -> None:
         earlier = read_record(self.mailbox)
