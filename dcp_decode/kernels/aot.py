@@ -89,8 +89,7 @@ def open_kernels(
         from dcp_decode.kernels.jit import load_kernel  # imports cutlass
 
         return load_kernel
-    with torch.cuda.device(device):
-        return KernelLibrary(folder, geometry, push, batches, architecture_of(device)).load
+    return KernelLibrary(folder, geometry, push, batches, architecture_of(device)).load
 
 
 def architecture_of(device: torch.device) -> str:

@@ -8,6 +8,9 @@ exports one as an object file and loads it again; this is those two calls and a 
 rename, so any number of processes may compile the same kernel at once; one whose bytes differ from its name is removed
 and compiled again. FOLDER is the environment variable DCP_DECODE_KERNEL_CACHE (empty: nothing is kept), else
 $XDG_CACHE_HOME/dcp_decode/kernels, by default under ~/.cache; it may be deleted at any time.
+
+Measured (two shared cores, sm_90a, the five kernels of a batch, best of three): compiled 1.2 s, compiled and kept
+1.5 s, loaded again 16 ms; opened as a library built ahead of time, its SHA-256 checked: 3 ms.
 """
 
 from __future__ import annotations
