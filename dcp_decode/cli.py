@@ -17,6 +17,7 @@ import click
 from dcp_decode import __version__
 from dcp_decode.commands.build import build
 from dcp_decode.commands.checkpoint import checkpoint
+from dcp_decode.commands.ci_job import ci_job
 from dcp_decode.commands.compare import compare
 from dcp_decode.commands.conclude import conclude
 from dcp_decode.commands.doctor import doctor
@@ -35,7 +36,7 @@ def commands() -> None:
     """Decode context parallelism (DCP) of sparse MLA models: verify and measure."""
 
 
-for command in (run, soak, build, checkpoint, compare, doctor, explain, conclude):
+for command in (run, soak, build, checkpoint, compare, doctor, ci_job, explain, conclude):
     commands.add_command(command)
 
 

@@ -1,0 +1,186 @@
+"""Runs the stages one after the other, each with a deadline and a log, and keeps going after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, UnsupportedEnvironment
+from dcp_decode.job import stages
+from dcp_decode.job.stages import REPOSITORY, Settings, Stage
+
+GRACE_SECONDS = 20.0  # from SIGTERM to SIGKILL of a stage
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage ended: exit_code None if it was skipped, `text` then says why, else the first error, if any."""
+
+    name: str
+    command: str
+    exit_code: int | None
+    seconds: float
+    text: str
+    log: str | None
+
+
+class Stopped(Exception):
+    """The job was told to stop."""
+
+
+class Job:
+    """A job under way: what its stages came to, and why the rest are skipped, if they are."""
+
+    def __init__(self, settings: Settings, wanted: Sequence[str], on_outcome: Callable[[Outcome], None]) -> None:
+        self.settings = settings
+        self.wanted = wanted
+        self.on_outcome = on_outcome
+        self.outcomes: list[Outcome] = []
+        self.stopped = ""
+
+    def run(self) -> None:
+        """All wanted stages in order. Raises UnsupportedEnvironment if there is no doctor's document to go by."""
+        self.settings.artifacts.mkdir(parents=True, exist_ok=True)
+        with _stopping_on_signals():
+            if "doctor" in self.wanted:
+                self._run(stages.doctor(self.settings))
+                if self.outcomes[0].exit_code != VERIFIED:
+                    self.stopped = self.stopped or "nothing can run here: see the doctor"
+            for stage in stages.following(self.settings, *self._device()):
+                if stage.name in self.wanted:
+                    self._run(stage)
+
+    @property
+    def exit_code(self) -> int:
+        """The first failing stage's."""
+        return next((outcome.exit_code for outcome in self.outcomes if outcome.exit_code), VERIFIED)
+
+    def _device(self) -> tuple[str, str]:
+        """The device to use and its kind, as the doctor found them in this job or an earlier one."""
+        if self.stopped or self.settings.node > 0:
+            return "unknown", "unknown"
+        path = self.settings.artifacts / "doctor.json"
+        try:
+            found = json.loads(path.read_text())
+            return found["device"], found["kind"]
+        except (OSError, ValueError, KeyError):
+            raise UnsupportedEnvironment(f"{path} is missing or damaged: run the stage doctor too") from None
+
+    def _run(self, stage: Stage) -> None:
+        command = shlex.join(stage.command)
+        skip = self.stopped or stage.skip
+        try:
+            if skip:
+                outcome = Outcome(stage.name, command, None, 0.0, skip, None)
+            else:
+                outcome = run_stage(stage, self.settings.artifacts)
+        except Stopped:
+            self.stopped = "the job was told to stop"
+            outcome = Outcome(stage.name, command, WAIT_EXPIRED, 0.0, self.stopped, _log(stage))
+        self.outcomes.append(outcome)
+        self.on_outcome(outcome)
+
+
+def run_stage(stage: Stage, folder: Path) -> Outcome:
+    """Run one stage; its output goes to its log in `folder`. Raises Stopped when this process is told to stop."""
+    started = time.monotonic()
+    log = folder / _log(stage)
+    command = shlex.join(stage.command)
+    with log.open("w") as errors, contextlib.ExitStack() as files:
+        errors.write(f"$ {command}\n")
+        errors.flush()
+        output = errors if stage.output is None else files.enter_context((folder / stage.output).open("w"))
+        exit_code = contract_code(stage, _exit_code(stage, output, errors))
+    text = "" if exit_code == VERIFIED else first_error(log.read_text(errors="replace"))
+    if exit_code == VERIFIED and (text := differing_digest(stage, folder)):
+        exit_code = WRONG_RESULT
+    return Outcome(stage.name, command, exit_code, time.monotonic() - started, text, log.name)
+
+
+def _exit_code(stage: Stage, output: IO[str], errors: IO[str]) -> int:
+    """Of the stage's process, once its whole session has ended."""
+    process = subprocess.Popen(
+        stage.command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+        cwd=REPOSITORY,
+        env=os.environ | stage.environment,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(stage.limit_seconds)
+    except subprocess.TimeoutExpired:
+        errors.write(f"error: stage {stage.name} took longer than {stage.limit_seconds:g} s\n")
+        return WAIT_EXPIRED
+    finally:
+        _end(process)
+
+
+def differing_digest(stage: Stage, folder: Path) -> str:
+    """Why a stage's rows are not those of the stage before it, or nothing."""
+    if stage.same_digest_as is None:
+        return ""
+    digests = []
+    for name in (stage.same_digest_as, stage.name):
+        path = folder / f"{name}.json"
+        digests.append(json.loads(path.read_text())["digest"] if path.is_file() else None)
+    if None in digests or digests[0] == digests[1]:
+        return ""
+    return f"wrong result: digest {digests[1]}, but stage {stage.same_digest_as} has {digests[0]}"
+
+
+def contract_code(stage: Stage, exit_code: int) -> int:
+    """A stage's exit code in the contract's terms: pytest counts failed tests as 1, all else of it is bad input."""
+    if stage.name == "tests" and exit_code > WRONG_RESULT:
+        return BAD_INPUT
+    return exit_code if VERIFIED <= exit_code <= WAIT_EXPIRED else WAIT_EXPIRED
+
+
+def first_error(log: str) -> str:
+    """The line that says what went wrong: of this package's commands, or of pytest; the last line otherwise."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for start in ("error: ", "FAILED ", "ERROR "):
+        for line in lines:
+            if line.startswith(start):
+                return line.removeprefix("error: ")
+    return lines[-1] if lines else "no output"
+
+
+def _log(stage: Stage) -> str:
+    return f"{stage.name}.log"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a stage's session."""
+    if process.poll() is not None:
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+            return
+
+
+@contextlib.contextmanager
+def _stopping_on_signals() -> Iterator[None]:
+    def stop(_number: int, _frame: object) -> None:
+        raise Stopped
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

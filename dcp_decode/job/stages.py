@@ -1,0 +1,152 @@
+"""The stages of a CI job, as command lines of this repository that a person can paste.
+
+doctor      what the machine offers; the job ends with 2 if the config can't run here
+group       the config under torchrun, verified; on several nodes this is all that nodes 1, 2, ... take part in
+mpi         the same under mpirun, with the same digest
+tests       integration tests: launchers, fabrics, faults; on a GPU the kernels' too
+soak        delays and stops, which must change no bit
+checkpoint  latencies: of the kernels on a GPU, of a layer step on a CPU
+gate        the checkpoint against the committed one of this kind of device: ratios, not absolute times
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NAMES = ("doctor", "group", "mpi", "tests", "soak", "checkpoint", "gate")
+INJECTIONS = ("hang", "wrong-bit", "slowdown")
+SLOWDOWN = "0.2"
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+STEPS = "6"  # of a verified run
+SOAK_STEPS = "200"  # of a round
+CPU_STEPS = "70"  # of the CPU benchmark, 20 of them warm-up
+INTEGRATION_TESTS = (
+    "tests/test_launch_external.py",
+    "tests/test_fabric_shm.py",
+    "tests/test_cpu_waits.py",
+    "tests/test_run.py",
+)
+GPU_TESTS = ("tests/gpu/test_stages.py", "tests/gpu/test_run_gpu.py")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a job is asked for. artifacts: this node's folder; shared: the one that all nodes see.
+
+    inject: one of INJECTIONS. nodes, node: how many there are, and which this is.
+    """
+
+    config: str
+    artifacts: Path
+    shared: Path
+    device: str
+    baselines: Path
+    soak_minutes: float
+    inject: str | None
+    nodes: int = 1
+    node: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command. skip: why it isn't run. output: the file for its standard output, if not the log.
+
+    same_digest_as: a stage whose document must hold the same digest as this one's.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit_seconds: float
+    skip: str = ""
+    output: str | None = None
+    same_digest_as: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def doctor(settings: Settings) -> Stage:
+    """The first stage, on which the others depend; on several nodes all ranks meet in it."""
+    command = [*_ours(settings, "doctor"), settings.config, "--device", settings.device, "--json"]
+    return Stage("doctor", tuple(command), 180, output="doctor.json", environment=_records(settings, "doctor"))
+
+
+def following(settings: Settings, device: str, kind: str) -> list[Stage]:
+    """The stages after the doctor. device: cpu or cuda; kind: the name of its baselines."""
+    if settings.node > 0:
+        return [_group(settings)]
+    alone = "" if settings.nodes == 1 else "runs on one node only"
+    return [
+        _group(settings),
+        Stage(
+            "mpi",
+            (_script("mpirun.sh"), *_run(settings, "mpi")),
+            limit_seconds=240,
+            skip=alone,
+            same_digest_as="group",
+        ),
+        _tests(settings, device),
+        _soak(settings),
+        _checkpoint(settings, device),
+        _gate(settings, kind),
+    ]
+
+
+def _group(settings: Settings) -> Stage:
+    command = [_script("torchrun.sh"), *_run(settings, "group")]
+    if settings.inject in ("hang", "wrong-bit"):
+        command += ["--inject", settings.inject]
+    return Stage("group", tuple(command), 240, environment=_records(settings, "group"))
+
+
+def _run(settings: Settings, name: str) -> list[str]:
+    output = str(settings.artifacts / f"{name}.json")
+    return ["run", settings.config, "--device", settings.device, "--max-steps", STEPS, "--output", output]
+
+
+def _tests(settings: Settings, device: str) -> Stage:
+    tests = INTEGRATION_TESTS + (GPU_TESTS if device == "cuda" else ())
+    results = f"--junit-xml={settings.artifacts / 'tests.xml'}"
+    return Stage("tests", (sys.executable, "-m", "pytest", *tests, "-m", "not multigpu", results), 400)
+
+
+def _soak(settings: Settings) -> Stage:
+    command = [*_ours(settings, "soak", group=False), "configs/soak.toml", "--max-steps", SOAK_STEPS]
+    command += ["--minutes", f"{settings.soak_minutes:g}", "--output", str(settings.artifacts / "soak.json")]
+    return Stage("soak", tuple(command), 120 + 120 * settings.soak_minutes)
+
+
+def _checkpoint(settings: Settings, device: str) -> Stage:
+    output = str(settings.artifacts / "checkpoint.json")
+    if device == "cuda":
+        command = [*_ours(settings, "checkpoint", group=False), "configs/latency_checkpoint.toml", "--quick"]
+        command += ["--html", str(settings.artifacts / "checkpoint.html")]
+    else:
+        command = [sys.executable, "-m", "dcp_decode.checkpoint.cpu", "--steps", CPU_STEPS]
+    if settings.inject == "slowdown":
+        command += ["--slowdown", SLOWDOWN]
+    return Stage("checkpoint", (*command, "--output", output), 240)
+
+
+def _gate(settings: Settings, kind: str) -> Stage:
+    baseline = settings.baselines / f"{kind}.json"
+    new = settings.artifacts / "checkpoint.json"
+    command = [*_ours(settings, "compare", group=False), str(baseline), str(new)]
+    skip = "" if baseline.is_file() else f"no {baseline}: commit this run's {new} there"
+    return Stage("gate", (*command, "--output", str(settings.artifacts / "gate.json")), 60, skip=skip)
+
+
+def _ours(settings: Settings, command: str, group: bool = True) -> list[str]:
+    """A command of dcp-decode: in one process, or (group, several nodes) as the ranks of torchrun."""
+    if group and settings.nodes > 1:
+        return [_script("torchrun.sh"), command]
+    return [sys.executable, "-m", "dcp_decode", command]
+
+
+def _script(name: str) -> str:
+    return str(REPOSITORY / "launch" / name)
+
+
+def _records(settings: Settings, name: str) -> dict[str, str]:
+    return {} if settings.nodes == 1 else {"DCP_DECODE_RECORDS": str(settings.shared / f"records-{name}")}
