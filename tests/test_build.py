@@ -22,6 +22,8 @@ from dcp_decode.kernels.aot import HEADER, MANIFEST, KernelLibrary, read_manifes
 from dcp_decode.kernels.configs import ValueConfig, stage_kernels
 from dcp_decode.kernels.fingerprint import source_hash
 
+pytestmark = pytest.mark.xdist_group("build")  # one worker: they share a build
+
 BATCH = 1
 CONFIG = """
 [model]
