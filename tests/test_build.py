@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 import subprocess
@@ -58,6 +59,10 @@ def test_manifest_says_what_was_built_for_what(built, geometry):
     assert {kernel["kernel"] for kernel in manifest["kernels"]} == stage_kernels(geometry, BATCH, True).keys()
     symbols = [kernel["symbol"] for kernel in manifest["kernels"]]
     assert all(f"int32_t {symbol}(int64_t region, " in (built / HEADER).read_text() for symbol in symbols)
+    # The CUDA runtime inside must not meet another one of the process, as torch's.
+    library = ctypes.CDLL(str(built / "dcp_decode_sm_90a.so"))
+    assert all(hasattr(library, symbol) for symbol in symbols)
+    assert not hasattr(library, "cudaGetDevice")
 
 
 # Runs with an import of cutlass or of the driver's Python bindings forbidden; 35: no GPU here (or 100: no device).
