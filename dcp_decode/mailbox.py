@@ -2,15 +2,16 @@
 
 One region a rank, the same layout on every rank (G generations, D ranks, K top-k width, H = heads / D):
 
-    | control | top-k candidates        | query bytes              | value payload               | value LSE          |
-    |         | [G, D, cap, K] int64    | [G, cap, padded, 576] u8 | [G, D, cap, H, 512] bf16    | [G, D, cap, H] f32 |
-      local     written by every rank     written by every rank      written by every rank, slot = source rank
-      words
+| control | top-k candidates     | query bytes              | value payload            | value LSE          | credit     |
+|         | [G, D, cap, K] int64 | [G, cap, padded, 576] u8 | [G, D, cap, H, 512] bf16 | [G, D, cap, H] f32 | [G, D] i32 |
+  local     written by all ranks   written by all ranks       written by all ranks, slot = source rank
+  words
 
 The payload is its own arrival flag: a mailbox is armed with 0xFF bytes and a 32-bit word has arrived when it differs
 from 0xFFFFFFFF (`numerics.ARMED_WORD`). Writers never store that word (`numerics` selects canonical NaNs; top-k keys
 can't form it, see `topk.py`). The control words are touched by their own rank only: one use counter a stage, the
-sticky abort word and the record of the first wait that expired.
+ticket of the fused chain, the sticky abort word and the record of the first wait that expired. A credit word carries
+no data, only order: its source has re-armed all that it read in earlier uses (docs/protocol.md, section 6).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dcp_decode.geometry import Geometry
 ALIGNMENT = 256
 CONTROL_BYTES = 2048
 COUNTER_STRIDE_BYTES = 128  # one cache line a counter: stages of one rank run on different SMs
+TICKET_OFFSET = 896  # clusters of the fused chain that have read the use number; 0 between launches
 ABORT_OFFSET = 1024
 RECORD_OFFSET = 1152
 RECORD_WORDS = 16
@@ -120,10 +122,14 @@ class MailboxLayout:
         shape = (g.generations, g.dcp, g.capacity, g.owner_heads)
         return Section(_after(self.payload), shape, torch.float32)
 
+    @cached_property
+    def credit(self) -> Section:
+        return Section(_after(self.lse_log2), (self.geometry.generations, self.geometry.dcp), torch.int32)
+
     @property
     def nbytes(self) -> int:
         """Bytes of a rank's whole region."""
-        return _after(self.lse_log2)
+        return _after(self.credit)
 
     @staticmethod
     def use_counter_offset(stage: Stage) -> int:

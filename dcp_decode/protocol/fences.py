@@ -1,11 +1,13 @@
 """Where a protocol has its fences: which pushes release their thread's view, and which polls acquire."""
 
-from dcp_decode.protocol.rules import PollFence, PushFence, Rules
+from dcp_decode.protocol.rules import Credit, PollFence, PushFence, Rules
 from dcp_decode.protocol.steps import Kind, Step
 
 
 def releases(rules: Rules, step: Step) -> bool:
     """Whether the thread of a store executes a fence between what it has in its view and the store."""
+    if rules.has_credit(step.use):
+        return step.kind is Kind.PUSH_CREDIT and rules.credit is not Credit.NO_PUSH_FENCE
     if step.kind is Kind.PUSH_VALUE:
         return rules.value_push_fence
     if step.kind is not Kind.PUSH_QUERY:
@@ -21,6 +23,8 @@ def releases(rules: Rules, step: Step) -> bool:
 
 def acquires(rules: Rules, step: Step) -> bool:
     """Whether the thread of a poll executes a fence after it."""
+    if rules.has_credit(step.use):
+        return step.kind is Kind.POLL_CREDIT and rules.credit is not Credit.NO_POLL_FENCE
     if step.stage == 3:
         return rules.merge_poll_fence
     fence = rules.poll_fence

@@ -5,20 +5,21 @@ from dcp_decode.protocol.steps import Step, Word
 
 
 class Layout:
-    """Indices into the tuples and masks of a state."""
+    """Indices into the tuples and masks of a state. The credit word of a pair of ranks follows its query words."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, credit: bool) -> None:
         self.size = size
-        self.cells = size.ranks**2 * (2 * size.words + 1)
-        """Mailbox words of one generation: query words, payload words and LSE words."""
+        self._query_words = size.words + credit
+        self.cells = size.ranks**2 * (self._query_words + size.words + 1)
+        """Mailbox words of one generation: query words, credit words, payload words and LSE words."""
         self._numbers_each = size.ranks * (2 + size.readers)
         self.numbers = size.ranks * self._numbers_each
         """CTAs that read a use number."""
 
     def cell(self, word: Word) -> int:
         """A word's index in generation 0."""
-        words, ranks = self.size.words, self.size.ranks
-        each, base = (words + 1, ranks**2 * words) if word.value else (words, 0)
+        query, ranks = self._query_words, self.size.ranks
+        each, base = (self.size.words + 1, ranks**2 * query) if word.value else (query, 0)
         return base + (word.home * ranks + word.source) * each + word.index
 
     def number(self, step: Step) -> int:

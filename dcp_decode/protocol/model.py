@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from dcp_decode.protocol.fences import acquires, releases
 from dcp_decode.protocol.layout import Layout
-from dcp_decode.protocol.rules import Counter, EmptyRow, MergeWait, PollFence, Rules, SecondRead, Size
+from dcp_decode.protocol.rules import Counter, Credit, EmptyRow, MergeWait, PollFence, Rules, SecondRead, Size
 from dcp_decode.protocol.state import (
     DEADLOCK,
     LEFT_OVER,
@@ -35,7 +35,7 @@ from dcp_decode.protocol.state import (
     newest,
     replaced,
 )
-from dcp_decode.protocol.steps import ARMS, LOCAL, STORES, Kind, Step, StepTable, bits
+from dcp_decode.protocol.steps import ARMS, LOCAL, POLLS, STORES, Kind, Step, StepTable, bits
 from dcp_decode.protocol.wording import describe
 
 
@@ -49,7 +49,7 @@ class Model:
         self.steps = self.table.steps
         self.forget = forget and not rules.missing_wait
         self.all_done = (1 << self.table.count) - 1
-        self.layout = Layout(size)
+        self.layout = Layout(size, rules.credit is not Credit.NONE)
         self._cells = [0 if step.kind in LOCAL else self.layout.cell(step.word) for step in self.steps]
 
     def initial(self) -> State:
@@ -68,6 +68,10 @@ class Model:
             numbers=(0,) * self.layout.numbers,
             memory=((),) * (self.rules.generations * self.layout.cells),
         )
+
+    def _slot(self, number: int) -> int:
+        """Index of a step's kernel among the three newest of its rank: where its start and view are kept."""
+        return 3 * self.steps[number].rank + self.table.kernels[number] % 3
 
     def _place(self, state: State, number: int) -> int:
         """Index into the memory of the word that a step touches, in the generation that its CTA takes."""
@@ -98,7 +102,7 @@ class Model:
             return self._ignores_words(state, step) or self._something_to_see(state, number)
         if step.kind is Kind.POLL_VALUE:
             return self._unchecked(state, step) or self._something_to_see(state, number)
-        return True
+        return step.kind is not Kind.POLL_CREDIT or self._something_to_see(state, number)
 
     def _something_to_see(self, state: State, number: int) -> bool:
         return any(not self._is_arm(store) for store in self._visible(state, number))
@@ -165,7 +169,7 @@ class Model:
         """Index of the oldest store that a load may return; -1: the armed word of the beginning."""
         step = self.steps[number]
         stores = state.memory[self._place(state, number)]
-        view = state.starts[3 * step.rank + step.stage - 1]
+        view = state.starts[self._slot(number)]
         if step.kind is Kind.READ_QUERY and self.rules.second_read is SecondRead.UNORDERED:
             # Two loads of one word by one thread: the second returns nothing older than the first did.
             view |= state.groups[self.layout.group(step)]
@@ -206,7 +210,7 @@ class Model:
         """The step is done; the views of its stage gain it and ``gained``."""
         step = self.steps[number]
         views = list(state.views)
-        views[3 * step.rank + step.stage - 1] |= gained | 1 << number
+        views[self._slot(number)] |= gained | 1 << number
         after = state._replace(done=state.done | 1 << number, views=tuple(views))
         if not self.forget or step.stage == 1 or self.table.siblings[number] & ~after.done:
             return after
@@ -220,18 +224,19 @@ class Model:
 
     def _begin(self, state: State, number: int) -> State:
         step = self.steps[number]
-        rank, stage = step.rank, step.stage
-        kernel = 3 * step.use + stage - 1
-        place = 3 * rank + stage - 1
+        rank = step.rank
+        kernel = self.table.kernels[number]
+        place = self._slot(number)
         # Without the wait a stage knows only what the grid before it knew at its own start.
-        behind = 2 if self.rules.missing_wait == stage else 1
+        behind = 2 if self.rules.missing_wait == step.stage else 1
         starts = list(state.starts)
         starts[place] = state.views[3 * rank + (kernel - behind) % 3] if kernel >= behind else 0
         numbers = list(state.numbers)
         if self.rules.counter is not Counter.BAKED:
-            numbers[self.layout.number(step)] = state.counters[place]
-            if self.rules.numbers_are_right and state.counters[place] != step.use:
-                raise AssertionError(f"wrong use number {state.counters[place]}, which the reduction rules out: {step}")
+            use = state.counters[3 * rank + self.table.counted_stage(step) - 1]
+            numbers[self.layout.number(step)] = use
+            if self.rules.numbers_are_right and use != step.use:
+                raise AssertionError(f"wrong use number {use}, which the reduction rules out: {step}")
         kernels = list(state.kernels)
         kernels[rank] = max(kernels[rank], kernel)
         after = self._after(state, number, starts[place])._replace(
@@ -257,9 +262,11 @@ class Model:
 
     def _store(self, state: State, number: int) -> list[Outcome]:
         step = self.steps[number]
-        start = state.starts[3 * step.rank + step.stage - 1]
-        group = state.groups[self.layout.group(step)] if step.stage > 1 else 0
-        if step.kind is Kind.ARM_QUERY:
+        start = state.starts[self._slot(number)]
+        # The warp that pushes credit, and what it has polled of it, stand beside the row's barrier.
+        beside = step.stage == 1 or step.kind is Kind.PUSH_CREDIT
+        group = 0 if beside else state.groups[self.layout.group(step)]
+        if step.kind in (Kind.ARM_QUERY, Kind.ARM_CREDIT):
             # Of what the row's readers have seen, only this word decides where its re-arm may go. Nothing else of it
             # is taken, so that a re-arm commutes with the polls of other words.
             group &= self.table.feeds[number]
@@ -332,7 +339,7 @@ class Model:
 
     def _load(self, state: State, number: int) -> list[Outcome]:
         step = self.steps[number]
-        start = state.starts[3 * step.rank + step.stage - 1]
+        start = state.starts[self._slot(number)]
         if step.stage == 2 and self._ignores_words(state, step):
             return [Outcome(self._after(state, number, start), "nothing: the row is empty", "")]
         if step.stage == 3 and step.index < self.size.words and state.void >> self.layout.row(step) & 1:
@@ -341,7 +348,7 @@ class Model:
                 pushed = 1 << self.table.push_of[step.word, step.use]
                 after = self._join(self._after(state, number, start | pushed), step, pushed)
             return [Outcome(after, "nothing: the slot is empty", "")]
-        polls = step.kind is Kind.POLL_QUERY or (step.kind is Kind.POLL_VALUE and not self._unchecked(state, step))
+        polls = step.kind in POLLS and not (step.kind is Kind.POLL_VALUE and self._unchecked(state, step))
         visible = self._visible(state, number)
         outcomes = [self._take(state, number, store) for store in visible if not (polls and self._is_arm(store))]
         if polls:
@@ -364,7 +371,7 @@ class Model:
         found = self.steps[store.step]
         seen = 1 << store.step
         acquired = store.carries if acquires(self.rules, step) else 0
-        after = self._after(state, number, state.starts[3 * step.rank + step.stage - 1] | seen | acquired)
+        after = self._after(state, number, state.starts[self._slot(number)] | seen | acquired)
         to_group = acquired if self.rules.poll_fence is PollFence.BEFORE_BARRIER or step.stage == 3 else 0
         after = self._join(after, step, seen | to_group)
         if step.stage == 3 and step.index == self.size.words:

@@ -17,6 +17,7 @@ from dcp_decode.protocol.variants import (
     CONTRACT_SIZES,
     COUNTEREXAMPLE_SIZES,
     FULL_SIZES,
+    FUSED,
     SMALL_SIZES,
     Variant,
 )
@@ -64,7 +65,7 @@ def sizes_of(variant: Variant, bound: str) -> tuple[Size, ...]:
         return SMALL_SIZES
     if variant.largest is not None:
         return (variant.largest,)
-    return FULL_SIZES + CONTRACT_SIZES if variant is CONTRACT else FULL_SIZES
+    return FULL_SIZES + CONTRACT_SIZES if variant in (CONTRACT, FUSED) else FULL_SIZES
 
 
 def check(variant: Variant, sizes: Sequence[Size]) -> Finding:

@@ -15,7 +15,28 @@ class Counter(StrEnum):
     FIRST_CTA_STARTS = "first_cta_starts"  # the stage's own first CTA, as soon as it has read the number
     FIRST_CTA_ENDS = "first_cta_ends"  # the stage's own first CTA, when its own work is done
     LAST_CTA_ENDS = "last_cta_ends"  # the stage's own last CTA, when all CTAs' work is done
+    LAST_CTA_READS = "last_cta_reads"  # the last CTA to read the number, as soon as it has
     BAKED = "baked"  # no counter: the host chose the generation when the graph was captured
+
+
+class Launches(StrEnum):
+    """How many kernels a use has."""
+
+    STAGES = "stages"  # three
+    FUSED = "fused"  # one: its CTAs are those of all three stages
+    IN_TURN = "in_turn"  # three in even uses, one in odd ones
+
+
+class Credit(StrEnum):
+    """A word of its own for each pair of ranks, pushed and polled by one warp of the grid that holds stage 2.
+
+    Where it carries the order of the re-arms (in fused uses, or in all if none is), no other thread fences.
+    """
+
+    NONE = "none"
+    FENCED = "fenced"  # pushed after a fence behind the dependency wait, and the poll is followed by another
+    NO_PUSH_FENCE = "no_push_fence"
+    NO_POLL_FENCE = "no_poll_fence"
 
 
 class PushFence(StrEnum):
@@ -83,11 +104,17 @@ class Rules:
     """One protocol. The defaults are the protocol of the harness."""
 
     generations: int = 2
+    launches: Launches = Launches.STAGES
     counter: Counter = Counter.NEXT_STAGE
+    fused_counter: Counter = Counter.LAST_CTA_READS
+    """Who increments the use numbers (of all stages) in a fused use."""
     baked: tuple[int, ...] = ()
     """Generation of each use, where ``counter`` is ``BAKED``."""
     missing_wait: int = 0
     """The stage (1, 2, 3) whose CTAs do not execute their dependency wait; 0: all do."""
+    credit: Credit = Credit.NONE
+    waits_before_pushes: bool = False
+    """Whether the CTAs of a fused use wait for all their query words before they push any."""
     push_fence: PushFence = PushFence.EVERY_THREAD
     poll_fence: PollFence = PollFence.AT_EXIT
     merge_poll_fence: bool = True
@@ -111,11 +138,22 @@ class Rules:
             raise ValueError(f"missing_wait must name a stage or be 0, got {self.missing_wait}")
         if (self.counter is Counter.BAKED) != bool(self.baked):
             raise ValueError("baked generations go with the baked counter, and only with it")
+        if self.missing_wait and self.launches is not Launches.STAGES:
+            raise ValueError("a stage's missing wait is modelled where each stage is launched on its own")
 
     @property
     def numbers_are_right(self) -> bool:
         """Whether every CTA can only read the number of its own use (the model refuses to go on if one does not)."""
-        return self.counter in (Counter.NEXT_STAGE, Counter.LAST_CTA_ENDS, Counter.BAKED) and not self.missing_wait
+        right = (Counter.NEXT_STAGE, Counter.LAST_CTA_READS, Counter.LAST_CTA_ENDS, Counter.BAKED)
+        return self.counter in right and self.fused_counter in right and not self.missing_wait
+
+    def fused(self, use: int) -> bool:
+        """Whether a use is one kernel."""
+        return self.launches is Launches.FUSED or (self.launches is Launches.IN_TURN and use % 2 == 1)
+
+    def has_credit(self, use: int) -> bool:
+        """Whether credit words carry the order of the re-arms in a use."""
+        return self.credit is not Credit.NONE and (self.fused(use) or self.launches is Launches.STAGES)
 
     def generation(self, use: int) -> int:
         """The generation of a use, where its number is right."""

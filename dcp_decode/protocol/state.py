@@ -37,9 +37,9 @@ class State(NamedTuple):
     kernels: tuple[int, ...]
     """Per rank: the newest kernel that has begun."""
     starts: tuple[int, ...]
-    """Per rank and stage: the view that the dependency wait gave to the stage's threads."""
+    """Per rank and kernel modulo 3: the view that the dependency wait gave to the kernel's threads."""
     views: tuple[int, ...]
-    """Per rank and stage: the union of the views of the stage's threads."""
+    """Per rank and kernel modulo 3: the union of the views of the kernel's threads."""
     groups: tuple[int, ...]
     """Views behind the barrier of each row's cluster (stage 2), then of each slot's threads (stage 3)."""
     counters: tuple[int, ...]

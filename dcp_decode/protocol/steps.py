@@ -11,6 +11,9 @@ re-armed word has its own thread, and only the barriers and kernel boundaries na
     stage 2, one cluster a row        count -> begin (each reader CTA) -> poll (each word, each reader)
                                       all polls of a word -> re-arm it;  all polls of the row -> push payload, push LSE
     stage 3, one group a source slot  begin -> poll LSE -> poll payload word ...; each poll -> re-arm that word
+    credit, with stage 2              begin -> push credit to a rank;  begin -> poll credit from a rank -> re-arm it
+
+In a fused use the three stages are CTAs and warps of one kernel: all may begin as soon as the kernel before has ended.
 """
 
 import dataclasses
@@ -34,6 +37,9 @@ class Kind(Enum):
     PUSH_VALUE = auto()
     POLL_VALUE = auto()
     ARM_VALUE = auto()
+    PUSH_CREDIT = auto()
+    POLL_CREDIT = auto()
+    ARM_CREDIT = auto()
 
 
 @dataclass(frozen=True)
@@ -56,27 +62,27 @@ class Step:
     use: int
     peer: int = 0
     index: int = 0
-    """Word of the row; in value mailboxes the last index is the LSE word."""
+    """Word of the row; in value mailboxes the last index is the LSE word, in query mailboxes the credit word."""
     cta: int = 0
     """Reader CTA in stage 2, destination in stage 1, source slot in stage 3."""
 
     @property
     def word(self) -> Word:
         """The mailbox word the step touches."""
-        if self.kind is Kind.PUSH_QUERY:
+        if self.kind in (Kind.PUSH_QUERY, Kind.PUSH_CREDIT):
             return Word(False, self.peer, self.rank, self.index)
         if self.kind is Kind.PUSH_VALUE:
             return Word(True, self.peer, self.rank, self.index)
         return Word(self.kind in (Kind.POLL_VALUE, Kind.ARM_VALUE), self.rank, self.peer, self.index)
 
 
-READS = frozenset({Kind.POLL_QUERY, Kind.READ_QUERY, Kind.POLL_VALUE})
-STORES = frozenset({Kind.PUSH_QUERY, Kind.ARM_QUERY, Kind.PUSH_VALUE, Kind.ARM_VALUE})
-PUSHES = frozenset({Kind.PUSH_QUERY, Kind.PUSH_VALUE})
-ARMS = frozenset({Kind.ARM_QUERY, Kind.ARM_VALUE})
+PUSHES = frozenset({Kind.PUSH_QUERY, Kind.PUSH_VALUE, Kind.PUSH_CREDIT})
+ARMS = frozenset({Kind.ARM_QUERY, Kind.ARM_VALUE, Kind.ARM_CREDIT})
+STORES = PUSHES | ARMS
+POLLS = frozenset({Kind.POLL_QUERY, Kind.POLL_VALUE, Kind.POLL_CREDIT})
+READS = POLLS | {Kind.READ_QUERY}
 LOCAL = frozenset({Kind.BEGIN, Kind.COUNT_USE, Kind.COUNT_KEYS})
 """Steps that touch no mailbox."""
-POLLS = frozenset({Kind.POLL_QUERY, Kind.POLL_VALUE})
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -98,12 +104,22 @@ class StepTable:
         """Mask of the steps that must be taken before; not transitive."""
         self.before_unless_empty: list[int] = []
         """The same, but waived where the row is empty."""
+        self.kernels: list[int] = []
+        """For each step, the number of its kernel on its rank."""
+        self._kernel = 0
         self._kernels: dict[tuple[int, int], int] = {}
         self._starts: dict[tuple[int, int], int] = {}
+        kernel = -1
         for use in range(size.uses):
-            for stage in (1, 2, 3):
+            fused = rules.fused(use)
+            for turn, stage in enumerate((2, 1, 3) if fused and rules.waits_before_pushes else (1, 2, 3)):
+                if turn == 0 or not fused:
+                    kernel += 1
                 for rank in range(size.ranks):
-                    self._add_kernel(rank, stage, use)
+                    self._add_stage(rank, stage, use, kernel)
+            if fused:
+                for rank in range(size.ranks):
+                    self._add_fused_counting(rank, use, kernel)
         self.count = len(self.steps)
         self.all_before: list[int] = []
         """For each step, all steps without which it can never be taken."""
@@ -133,29 +149,47 @@ class StepTable:
         self.steps.append(step)
         self.before.append(before)
         self.before_unless_empty.append(unless_empty)
-        kernel = step.rank, 3 * step.use + step.stage - 1
+        self.kernels.append(self._kernel)
+        kernel = step.rank, self._kernel
         self._kernels[kernel] = self._kernels.get(kernel, 0) | 1 << number
         if step.kind is Kind.BEGIN:
             self._starts[kernel] = self._starts.get(kernel, 0) | 1 << number
         return 1 << number
 
-    def _add_kernel(self, rank: int, stage: int, use: int) -> None:
-        kernel = 3 * use + stage - 1
+    def _add_stage(self, rank: int, stage: int, use: int, kernel: int) -> None:
+        self._kernel = kernel
         # A stage that does not wait may run as soon as every CTA of the grid before it has begun. Let that grid pass
         # its own wait first: the most favourable case, so that a counterexample does not rest on a careless trigger.
         order = self._starts if self.rules.missing_wait == stage else self._kernels
         ready = order.get((rank, kernel - 1), 0)
         if stage == 1:
+            if self.rules.fused(use) and self.rules.waits_before_pushes:
+                ready |= self._polls_of(self._kernels[rank, kernel])
             first = self._add_query_push(rank, use, ready)
         elif stage == 2:
             first = self._add_sparse_decode(rank, use, ready)
         else:
             first = self._add_merge(rank, use, ready)
-        self._add_counting(rank, stage, use, first)
+        if not self.rules.fused(use):
+            self._add_counting(rank, stage, use, first)
+
+    def _polls_of(self, mask: int) -> int:
+        return sum(1 << number for number in bits(mask) if self.steps[number].kind in POLLS)
+
+    def counted_stage(self, step: Step) -> int:
+        """The stage whose use number the CTA of a step reads."""
+        return 1 if self.rules.fused(step.use) else step.stage
+
+    def _add_fused_counting(self, rank: int, use: int, kernel: int) -> None:
+        """The steps that increment all stages' use numbers inside a fused kernel."""
+        begins = self._starts[rank, kernel]
+        waits = {Counter.FIRST_CTA_STARTS: begins & -begins, Counter.LAST_CTA_READS: begins}
+        for stage in (1, 2, 3):
+            self._add(Step(Kind.COUNT_USE, rank, 1, use, cta=stage), waits[self.rules.fused_counter])
 
     def _add_counting(self, rank: int, stage: int, use: int, first_cta: int) -> None:
         """The step that increments a use number inside this kernel; ``cta`` holds the stage whose number it is."""
-        kernel = rank, 3 * use + stage - 1
+        kernel = rank, self._kernel
         begins = self._starts[kernel]
         first_begin = begins & -begins
         counter = self.rules.counter
@@ -193,6 +227,10 @@ class StepTable:
                     kind = Kind.READ_QUERY if unchecked else Kind.POLL_QUERY
                     after = polls[0, cta] if unchecked else begins[cta]
                     polls[index, cta] = self._add(Step(kind, rank, 2, use, peer, index, cta), after)
+            if rules.has_credit(use):
+                self._add(Step(Kind.PUSH_CREDIT, rank, 2, use, peer, words), begins[0])
+                poll = self._add(Step(Kind.POLL_CREDIT, rank, 2, use, peer, words), begins[0])
+                self._add(Step(Kind.ARM_CREDIT, rank, 2, use, peer, words), poll)
             # Sums below are unions: the masks have no bit in common.
             row_read = sum(polls.values())
             arms = 0
@@ -280,7 +318,7 @@ class StepTable:
             if step.kind in READS or step.kind in STORES:
                 places.append((self._place(step), step.kind in STORES))
             if step.kind is Kind.BEGIN:
-                places.append((("use", step.rank, step.stage), False))
+                places.append((("use", step.rank, self.counted_stage(step)), False))
             if step.kind is Kind.COUNT_USE:
                 places.append((("use", step.rank, step.cta), True))
             touched.append(places)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from dcp_decode.protocol.rules import (
     Counter,
+    Credit,
     EmptyRow,
+    Launches,
     MergeWait,
     PollFence,
     PushFence,
@@ -276,7 +278,68 @@ _NUMBERS = (
     ),
 )
 
-VARIANTS = (CONTRACT, *_GENERATIONS, *_FENCES, *_READERS, *_NUMBERS)
+FUSED = Variant(
+    "fused",
+    Rules(launches=Launches.FUSED, credit=Credit.FENCED),
+    "the fused chain of the harness: one kernel a use; no data thread fences, a credit word carries the order",
+)
+
+_FUSED = (
+    FUSED,
+    Variant(
+        "fused_and_staged_uses_in_turn",
+        Rules(launches=Launches.IN_TURN, credit=Credit.FENCED),
+        "each use has one release and one acquire for each pair of ranks, whichever words carry them",
+    ),
+    Variant(
+        "fused_with_fenced_queries",
+        Rules(launches=Launches.FUSED),
+        "the fences of the three stages serve a fused use as well, on its critical path",
+    ),
+    Variant(
+        "credit_in_stage_2",
+        Rules(credit=Credit.FENCED),
+        "with three kernels too, one fenced warp in stage 2 can stand for all fences of stages 1 and 2",
+    ),
+    Variant(
+        "fused_credit_without_push_fence",
+        Rules(launches=Launches.FUSED, credit=Credit.NO_PUSH_FENCE),
+        "the credit does not carry this rank's re-arms",
+        LOST_PUSH,
+    ),
+    Variant(
+        "fused_credit_without_poll_fence",
+        Rules(launches=Launches.FUSED, credit=Credit.NO_POLL_FENCE),
+        "what the credit carries is not acquired",
+        LOST_PUSH,
+    ),
+    Variant(
+        "fused_in_turn_without_push_fence",
+        Rules(launches=Launches.IN_TURN, credit=Credit.NO_PUSH_FENCE),
+        "the fences of the staged uses do not stand for those of the fused ones between them",
+        LOST_PUSH,
+    ),
+    Variant(
+        "fused_with_one_generation",
+        Rules(generations=1, launches=Launches.FUSED, credit=Credit.FENCED),
+        "a peer that has this rank's query and values may push its next query before this rank has re-armed",
+        LOST_PUSH,
+    ),
+    Variant(
+        "fused_number_incremented_by_first_cta",
+        Rules(launches=Launches.FUSED, credit=Credit.FENCED, fused_counter=Counter.FIRST_CTA_STARTS),
+        "a CTA that reads later takes the next use's number",
+        DEADLOCK,
+    ),
+    Variant(
+        "fused_waits_before_pushes",
+        Rules(launches=Launches.FUSED, credit=Credit.FENCED, waits_before_pushes=True),
+        "every rank waits for queries that the others push only after their own wait",
+        DEADLOCK,
+    ),
+)
+
+VARIANTS = (CONTRACT, *_GENERATIONS, *_FENCES, *_READERS, *_NUMBERS, *_FUSED)
 
 FULL_SIZES = (
     Size(ranks=2, words=2, uses=4, readers=2, empty_rows=False),
@@ -291,7 +354,7 @@ CONTRACT_SIZES = (
     Size(ranks=3, words=2, uses=4, readers=2, empty_rows=False),
     Size(ranks=8, words=1, uses=4, readers=2, empty_rows=False),
 )
-"""Where the protocol of the harness is proved too."""
+"""Where the protocols of the harness are proved too."""
 
 SMALL_SIZES = (
     Size(ranks=2, words=1, uses=4, readers=2, empty_rows=True),

@@ -28,6 +28,12 @@ def _action(rules: Rules, size: Size, step: Step) -> str:
     if step.kind is Kind.POLL_QUERY:
         fence = ", fence" if acquires(rules, step) else ""
         return f"reader {step.cta} polls {word} from rank {step.peer}{fence}"
+    if step.kind is Kind.PUSH_CREDIT:
+        return f"{'fence, ' if releases(rules, step) else ''}push credit to rank {step.peer}"
+    if step.kind is Kind.POLL_CREDIT:
+        return f"poll credit from rank {step.peer}{', fence' if acquires(rules, step) else ''}"
+    if step.kind is Kind.ARM_CREDIT:
+        return f"re-arm credit from rank {step.peer}"
     if step.kind is Kind.READ_QUERY:
         return f"reader {step.cta} reads {word} from rank {step.peer} without polling"
     if step.kind is Kind.ARM_QUERY:

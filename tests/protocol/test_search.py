@@ -52,6 +52,7 @@ def test_search_without_reduction_finds_the_same_violation_between_two_ranks(nam
         "one_generation_fenced",
         "no_fence_after_polls_in_stage_3",
         "one_fence_each_way",
+        "fused_and_staged_uses_in_turn",
         "fences_around_the_values_instead",
     ],
 )

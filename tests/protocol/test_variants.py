@@ -8,7 +8,7 @@ from dcp_decode.protocol.model import Model
 from dcp_decode.protocol.report import Finding, check, document, lines, sizes_of
 from dcp_decode.protocol.search import replay
 from dcp_decode.protocol.state import PROPERTIES
-from dcp_decode.protocol.variants import CONTRACT, FULL_SIZES, VARIANTS, Variant, variant
+from dcp_decode.protocol.variants import CONTRACT, FULL_SIZES, FUSED, VARIANTS, Variant, variant
 
 pytestmark = pytest.mark.xdist_group("protocol_variants")  # one worker makes the findings for all tests
 
@@ -22,8 +22,9 @@ def findings() -> dict[str, Finding]:
 
 
 @pytest.mark.parametrize("size", FULL_SIZES, ids=str)
-def test_the_protocol_of_the_harness_is_safe_at_every_required_size(size):
-    finding = check(CONTRACT, [size])
+@pytest.mark.parametrize("protocol", [CONTRACT, FUSED], ids=["contract", "fused"])
+def test_the_protocols_of_the_harness_are_safe_at_every_required_size(protocol, size):
+    finding = check(protocol, [size])
     assert finding.safe
     assert finding.proofs[0].states > finding.proofs[0].steps, "every run has all its steps"
 
