@@ -20,7 +20,7 @@ from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.control.torchrun import connect_torchrun
 from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.fabric.placement import processes_to_start
-from dcp_decode.forensics.archive import conclude_folder, keep
+from dcp_decode.forensics.conclusion import conclude_folder, keep
 from dcp_decode.rank_process import Body, RankProcess, leave
 from dcp_decode.records import RECORDS_VARIABLE, Plan, RankRecord, await_records, make_plan, read_records, write_plan
 from dcp_decode.results import Conclusion, conclude
@@ -124,7 +124,7 @@ def _execute_as_rank(plan: Plan, config: RunConfig, body: Body, publish: Publish
     process.handle_terminate()
     record = process.run(lambda: connect(launcher, config.mailbox.control_deadline_seconds), body)
     if not shared and _concludes(record, folder):
-        records = dict(enumerate(process.records)) or await_records(folder, plan.processes, LATE_RECORDS_SECONDS)
+        records = dict(enumerate(process.records)) or _late_records(folder, plan.processes, record)
         publish(keep(conclude(plan, records), plan, folder), plan)
         shutil.rmtree(folder, ignore_errors=True)
     if record.outcome != "ok":
@@ -136,6 +136,12 @@ def _concludes(record: RankRecord, folder: Path) -> bool:
     """Whether this rank draws the conclusion: all lower ones died without a word."""
     spoken = read_records(folder)
     return all(str(rank) in record.dead_peers and rank not in spoken for rank in range(record.rank))
+
+
+def _late_records(folder: Path, processes: int, record: RankRecord) -> dict[int, RankRecord]:
+    """The records of a bare launcher's ranks, after a short wait for those that still live."""
+    silent = record.dead_peers.keys() - set(map(str, read_records(folder)))
+    return await_records(folder, processes - len(silent), LATE_RECORDS_SECONDS)
 
 
 def _folder_of_parent() -> Path:

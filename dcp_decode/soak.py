@@ -22,7 +22,7 @@ from typing import Any
 from dcp_decode.config import RunConfig
 from dcp_decode.errors import VERIFIED, WRONG_RESULT, ConfigError
 from dcp_decode.faults import FaultCounts, FaultPlan
-from dcp_decode.forensics.archive import conclude_folder
+from dcp_decode.forensics.conclusion import conclude_folder
 from dcp_decode.rank_process import Body
 from dcp_decode.records import Plan, write_plan
 from dcp_decode.results import Conclusion

@@ -22,8 +22,8 @@ from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.faults import FaultInjector, FaultPlan
-from dcp_decode.forensics.archive import conclude_folder, read
-from dcp_decode.forensics.diagnosis import Diagnosis, diagnose
+from dcp_decode.forensics.conclusion import conclude_folder
+from dcp_decode.forensics.diagnosis import Diagnosis
 from dcp_decode.records import RankReport, make_plan
 from dcp_decode.run import run_rank
 from dcp_decode.soak import read_counts, write_counts
@@ -86,7 +86,7 @@ def run_group(request: Request) -> Answer:
             document["verified"],
             asdict(read_counts(folder)),
             merged,
-            diagnose(read(Path(document["forensics"]))) if document["forensics"] else None,
+            Diagnosis(**document["first_cause"]) if document["first_cause"] else None,
         )
 
 

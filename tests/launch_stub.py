@@ -49,13 +49,17 @@ def collectives(control: ControlPlane) -> RankReport:
     return report(digest=f"{control.name} {control.size}")
 
 
-def kill_one(control: ControlPlane) -> RankReport:
-    """The last rank is killed while the others wait for it."""
-    if control.rank == control.size - 1:
+def kill_one(control: ControlPlane, victim: int = -1) -> RankReport:
+    """A rank (default: the last) is killed while the others wait for it."""
+    if control.rank == victim % control.size:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     control.barrier("meeting")
     return report()
+
+
+def kill_first(control: ControlPlane) -> RankReport:
+    return kill_one(control, 0)
 
 
 def raise_one(control: ControlPlane) -> RankReport:
@@ -73,7 +77,7 @@ def wait_long(control: ControlPlane) -> RankReport:
     return report()
 
 
-BODIES = {"collectives": collectives, "kill": kill_one, "raise": raise_one, "wait": wait_long}
+BODIES = {"collectives": collectives, "kill": kill_one, "kill first": kill_first, "raise": raise_one, "wait": wait_long}
 
 
 def main() -> int:

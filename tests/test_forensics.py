@@ -25,8 +25,9 @@ from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT
 from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.forensics import black_box as recorder
-from dcp_decode.forensics.archive import BadArchive, conclude_folder, read
+from dcp_decode.forensics.archive import BadArchive, read
 from dcp_decode.forensics.black_box import BlackBox
+from dcp_decode.forensics.conclusion import conclude_folder
 from dcp_decode.forensics.diagnosis import Diagnosis, diagnose, waits
 from dcp_decode.forensics.evidence import (
     ControlWords,

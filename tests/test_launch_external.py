@@ -15,6 +15,7 @@ import pytest
 
 from dcp_decode.config import load_config
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED
+from dcp_decode.forensics.archive import read
 from dcp_decode.records import RECORDS_VARIABLE, make_plan, read_records
 from dcp_decode.results import conclude
 
@@ -84,6 +85,17 @@ def test_rank_killed_in_a_barrier_is_named(launcher: str, tmp_path: Path) -> Non
     assert ("meeting", 3) in waits
 
 
+def test_without_rank_0_another_one_concludes(tmp_path: Path) -> None:
+    # A bare launcher: nobody outlives the ranks.
+    output = tmp_path / "out.json"
+    run = run_stub("torchrun", "kill first", 2, output)
+    assert run.returncode != 0
+    document = json.loads(output.read_text())
+    assert (document["exit_code"], document["dead_ranks"]) == (WAIT_EXPIRED, [0])
+    assert (document["first_cause"]["kind"], document["first_cause"]["rank"]) == ("dead rank", 0)
+    assert run.stdout.splitlines() == [str(output)]
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_wrong_world_size_is_one_clear_line(launcher: str) -> None:
     product = ["-m", "dcp_decode", "run"]
@@ -149,6 +161,11 @@ def test_rank_killed_in_a_verify_step_stops_all(launcher: str, tmp_path: Path) -
     assert len(survivors) == 3
     assert document["expired_waits"], document["records"]
     assert all(str(dead) in record["dead_peers"] or record["outcome"] == "terminated" for record in survivors)
+    # Told to stop at once, and killed 0.25 s later by mpirun: every survivor still left its evidence.
+    assert (document["first_cause"]["kind"], document["first_cause"]["rank"]) == ("dead rank", dead)
+    evidence = read(Path(document["forensics"])).evidence
+    assert list(evidence) == [record["rank"] for record in survivors]
+    assert all(dead in one.peers and one.processes[dead].process_id == victim for one in evidence.values())
     # Mailbox deadline 2 s, the launcher's own grace, and the start of `conclude` on a busy machine.
     assert seconds < 15
 

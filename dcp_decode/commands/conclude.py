@@ -16,7 +16,7 @@ from dcp_decode.errors import UnsupportedEnvironment
 def conclude(folder: Path, patience: float, silent: bool) -> int:
     """Write the JSON document of a run from the records in FOLDER; exit as the contract says."""
     from dcp_decode import presentation, records, results
-    from dcp_decode.forensics.archive import keep
+    from dcp_decode.forensics.conclusion import keep
 
     try:
         plan = records.read_plan(folder)

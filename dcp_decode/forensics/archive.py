@@ -12,24 +12,22 @@ import gzip
 import io
 import json
 import os
-import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from dcp_decode.errors import WAIT_EXPIRED, WRONG_RESULT, DcpDecodeError
+from dcp_decode.errors import DcpDecodeError
 from dcp_decode.forensics.evidence import RankEvidence
-from dcp_decode.records import Plan, RankRecord, read_records
-from dcp_decode.results import Conclusion, conclude, document_path, document_text
+from dcp_decode.records import Plan, RankRecord
+from dcp_decode.results import document_text
 
 FORMAT = "dcp_decode forensics"
 SCHEMA = 1
-SUFFIX = ".forensics.tar.gz"
 LARGEST_MEMBER_BYTES = 64 << 20
 LARGEST_ARCHIVE_BYTES = 512 << 20
 
@@ -65,26 +63,28 @@ class Case:
     stacks: dict[int, str]
 
 
-def conclude_folder(plan: Plan, folder: Path) -> Conclusion:
-    """Judge a run by the folder that its ranks and its launcher wrote to, and keep that folder if the run failed."""
-    return keep(conclude(plan, read_records(folder)), plan, folder)
-
-
-def keep(conclusion: Conclusion, plan: Plan, folder: Path) -> Conclusion:
-    """Pack the folder of a run that failed; the conclusion with the archive's path in its document (null: none).
-
-    An archive that can't be written is said on standard error and changes nothing else.
-    """
-    path = None
-    if conclusion.exit_code in (WRONG_RESULT, WAIT_EXPIRED):
-        document = document_path(plan.output, plan.started)
-        path = document.with_name(document.name.removesuffix(".json") + SUFFIX)
-        try:
-            _write(path, plan, folder, conclusion.document)
-        except OSError as error:
-            print(f"forensics: {path} not written: {error.strerror}", file=sys.stderr, flush=True)
-            path = None
-    return replace(conclusion, document=conclusion.document | {"forensics": None if path is None else str(path)})
+def write(path: Path, plan: Plan, folder: Path, document: dict[str, Any]) -> None:
+    """Pack what lies in the folder of a run that failed, with its plan and document. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    texts = {
+        "manifest.json": json.dumps({"format": FORMAT, "schema": SCHEMA}),
+        "document.json": document_text(document),
+        "plan.json": document_text(asdict(plan)),
+    }
+    try:
+        with tarfile.open(partial, "w:gz") as archive:
+            for name, text in texts.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(text.encode())
+                archive.addfile(member, io.BytesIO(text.encode()))
+            # A name with a dot in front is half a file of a rank that was killed while it wrote.
+            for left in sorted(folder.iterdir()):
+                if left.name not in texts and not left.name.startswith(".") and left.stat().st_size:
+                    archive.add(left, left.name)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Case:
@@ -111,29 +111,6 @@ def read(path: Path) -> Case:
         evidence=_by_rank(members, "forensics-", lambda name, text: _parsed(path, name, text, RankEvidence)),
         stacks=_by_rank(members, "stacks-", lambda _, text: text.decode(errors="replace")),
     )
-
-
-def _write(path: Path, plan: Plan, folder: Path, document: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    texts = {
-        "manifest.json": json.dumps({"format": FORMAT, "schema": SCHEMA}),
-        "document.json": document_text(document),
-        "plan.json": document_text(asdict(plan)),
-    }
-    try:
-        with tarfile.open(partial, "w:gz") as archive:
-            for name, text in texts.items():
-                member = tarfile.TarInfo(name)
-                member.size = len(text.encode())
-                archive.addfile(member, io.BytesIO(text.encode()))
-            # A name with a dot in front is half a file of a rank that was killed while it wrote.
-            for left in sorted(folder.iterdir()):
-                if left.name not in texts and not left.name.startswith(".") and left.stat().st_size:
-                    archive.add(left, left.name)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
