@@ -2,8 +2,8 @@
 
 One region a rank, the same layout on every rank (G generations, D ranks, K top-k width, H = heads / D):
 
-| control | top-k candidates     | query bytes              | value payload            | value LSE          | credit     |
-|         | [G, D, cap, K] int64 | [G, cap, padded, 576] u8 | [G, D, cap, H, 512] bf16 | [G, D, cap, H] f32 | [G, D] i32 |
+| control | top-k candidates     | query bytes              | value payload            | value LSE          | credit
+|         | [G, D, cap, K] i64   | [G, cap, padded, 576] u8 | [G, D, cap, H, 512] bf16 | [G, D, cap, H] f32 | [G, D] i32
   local     written by all ranks   written by all ranks       written by all ranks, slot = source rank
   words
 
