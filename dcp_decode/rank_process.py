@@ -27,7 +27,7 @@ from pathlib import Path
 
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.environment import describe_device
-from dcp_decode.errors import VERIFIED, WAIT_EXPIRED, WRONG_RESULT, DcpDecodeError, RankDied, WaitFailed
+from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, DcpDecodeError, RankDied, WaitFailed
 from dcp_decode.forensics.black_box import black_box
 from dcp_decode.forensics.evidence import stacks_path, write_evidence
 from dcp_decode.records import Outcome, RankRecord, RankReport, write_record
@@ -67,22 +67,21 @@ class RankProcess:
             report = body(self.control)
             record = self._finished(report)
             self.records = self.control.all_gather(record, "end")
-            failure = None
+            failure = trace = None
         except DcpDecodeError as error:
             waits = error.expired_waits if isinstance(error, WaitFailed) else []
-            failure = str(error)
-            if error.exit_code in (WRONG_RESULT, WAIT_EXPIRED):
-                self._collect(failure, traceback.format_exc())
+            failure, trace = str(error), traceback.format_exc()
             record = self._record(
                 "failed", error.exit_code, failure, consequence=isinstance(error, RankDied), expired_waits=waits
             )
         except Exception as error:
-            failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            self._collect(failure, traceback.format_exc())
-            record = self._record("crashed", WAIT_EXPIRED, failure, traceback=traceback.format_exc())
+            failure, trace = f"{type(error).__name__}: {' '.join(str(error).split())}", traceback.format_exc()
+            record = self._record("crashed", WAIT_EXPIRED, failure, traceback=trace)
         with self._lock:
             self._own_record = record
             self._write(record)
+        if failure is not None and record.exit_code != BAD_INPUT:
+            self._collect(failure, trace)
         if self.control is not None:
             # A rank that stops because of a dead peer leaves quietly, so that the blame stays with that peer.
             self.control.close(None if record.consequence else failure)

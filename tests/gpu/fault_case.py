@@ -8,6 +8,7 @@ from rank_launch import run_ranks
 
 from dcp_decode.config import load_config
 from dcp_decode.errors import WAIT_EXPIRED
+from dcp_decode.forensics.archive import read
 
 FAULT_RANK = Path(__file__).parent / "fault_rank.py"
 STEP = 4
@@ -51,6 +52,13 @@ def check_fault(fault: str, fabric: str, dcp: int, folder: Path) -> None:
             continue
         assert f"rank {victim}" in (record["error"] or "") or str(victim) in record["dead_peers"], record
         assert record["ended"] - happened < config.mailbox.deadline_seconds + GRACE_SECONDS, record
+    cause = conclusion.document["first_cause"]
+    assert (cause["kind"], cause["rank"]) == ("dead rank" if fault == "kill" else "stopped rank", victim)
+    evidence = read(Path(conclusion.document["forensics"])).evidence
+    for rank in set(range(dcp)) - {victim}:
+        # Read from the GPU while the kernels of the group may still spin.
+        assert evidence[rank].problem is None
+        assert [mailbox.rank for mailbox in evidence[rank].mailboxes] == [rank]
     if fault == "stop":
         first_waits = [wait for wait in conclusion.document["expired_waits"] if wait["stage"] == "TOPK"]
         assert first_waits, "nobody's kernels gave up"

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 from dcp_decode.config import RunConfig
+from dcp_decode.forensics.conclusion import conclude_folder
 from dcp_decode.launcher import MPI_VARIABLES, TORCHRUN_VARIABLES
-from dcp_decode.records import RECORDS_VARIABLE, make_plan, read_records
-from dcp_decode.results import Conclusion, conclude
+from dcp_decode.records import RECORDS_VARIABLE, make_plan
+from dcp_decode.results import Conclusion
 
 ROOT = Path(__file__).resolve().parents[2]
 MPIRUN = shutil.which("mpirun")
@@ -42,4 +43,4 @@ def run_ranks(launcher: str, config: RunConfig, arguments: list[str], folder: Pa
     with (folder / "output.txt").open("w") as output:
         command = [*launcher_command(launcher, config.parallel.dcp), *arguments]
         subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, timeout=seconds, check=False)
-    return conclude(make_plan("run", config, launcher, None), read_records(folder))
+    return conclude_folder(make_plan("run", config, launcher, str(folder / "run.json")), folder)
