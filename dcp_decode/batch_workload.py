@@ -2,7 +2,7 @@
 
     rows [B] (request, position, salt) --hash--> streams [layers, B] --mix--> keys    u8   [layers, B, 576]
                                                         |                     queries bf16 [layers, B, heads, 576]
-    candidate positions [B, S], salts [B, S] -----------+--------- a layer -> scores  fp32 [B, S]
+    candidate positions [B, S], salts [B, S] -----------+------------------ scores  fp32 [layers, B, S]
 
 The bits are those of `Workload`'s functions (a test compares them): only who hashes the names differs, the host there
 and the device here. Every shape is fixed by (layers, B, S) and nothing is read back, so a step needs no host.
@@ -69,15 +69,19 @@ class BatchWorkload:
         made = self.workload.make_queries(words.view(-1), self._pattern, heads)
         return made.view(self.layers, len(self.rows), *made.shape[1:])
 
-    def index_scores(self, layer: int, positions: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
-        """FP32 [B, S] scores of the keys at `positions` [S] or [B, S] with `salts` [B, S], all int64.
+    def index_scores(self, layers: slice, positions: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
+        """FP32 [layers, ..., B, S] scores of the keys at `positions` (broadcast) with `salts`, int64 [..., B, S].
 
         Positions behind a row's own get a score too: the caller masks them.
         """
+
+        def of_rows(streams: torch.Tensor) -> torch.Tensor:
+            return streams[layers].view(-1, *[1] * (salts.dim() - 2), len(self.rows), 1)
+
         return scores_of_keys(
-            token_words(self._popularity[layer, :, None], positions, salts),
-            self._epoch[layer, :, None],
-            self._noise[layer, :, None],
+            token_words(of_rows(self._popularity), positions, salts),
+            of_rows(self._epoch),
+            of_rows(self._noise),
             self.rows.position[:, None],
             positions,
         )

@@ -108,3 +108,9 @@ class FlatCache:
     def append(self, layer: int, flat: torch.Tensor, values: torch.Tensor) -> None:
         """Quantize KV rows (BF16 [n, 576]) with the cache's scale and store them at flat rows (int64 [n])."""
         self.write(layer, flat, numerics.quantize_e4m3(values, self.geometry.k_scale))
+
+    def part(self, first_row: int, rows: int) -> FlatCache:
+        """The cache of `rows` rows from `first_row` on, in the same memory."""
+        one = FlatCache(0, 0, self.geometry)
+        one.rows = [whole[first_row : first_row + rows] for whole in self.rows]
+        return one

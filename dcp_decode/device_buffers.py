@@ -59,16 +59,15 @@ class StepBuffers:
         """Copy the step's integers to the device, in stream order."""
         self.integers.copy_(self._host_integers, non_blocking=True)
 
-    def keep(self, layer: int, index: int, run: LayerRun[DeviceBatch]) -> None:
-        """Keep what the layer of local rank number `index` left."""
-        self.merged[layer, index].copy_(run.merged)
-        self.valid[layer, index].copy_(run.selection.valid)
-        self.positions[layer, index].copy_(run.selection.positions)
+    def keep(self, layer: int, runs: list[LayerRun[DeviceBatch]]) -> None:
+        """Keep the rows that a layer has merged on all local ranks."""
+        torch.stack([run.merged for run in runs], out=self.merged[layer])
 
-    def read(self, mailboxes: list[Mailbox]) -> None:
-        """Copy what every step needs on the host there, in stream order."""
-        for index, mailbox in enumerate(mailboxes):
-            self.expired[index].copy_(mailbox.abort_word)
+    def read(self, batch: DeviceBatch, mailboxes: list[Mailbox]) -> None:
+        """Keep what was selected, and copy what every step needs on the host there, in stream order."""
+        self.valid.copy_(batch.valid)
+        self.positions.copy_(batch.selected_positions[:, :-1].view(self.positions.shape))
+        torch.stack([mailbox.abort_word for mailbox in mailboxes], out=self.expired)
         self._host_merged.copy_(self.merged, non_blocking=True)
         self._host_valid.copy_(self.valid, non_blocking=True)
         self._host_expired.copy_(self.expired, non_blocking=True)

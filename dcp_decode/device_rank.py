@@ -1,26 +1,32 @@
-"""A rank whose verify step is made of static shapes on its device: no size, address or branch depends on the step.
+"""Ranks whose verify step is made of static shapes on their device: no size, address or branch depends on the step.
 
     host, one copy a step       device, captured once a shape
-    integers of the step  --->  rows, page tables --> own keys, queries of all layers
-                                       |
-                                       +--> candidate places [B, S] --a layer--> scores --> top-k --> rows, valid
+    integers of the step  --->  rows, page tables --> all layers' own keys, queries, scores, local top-k
+                                                                               |
+                          a layer: append, exchange of the lists, border --> rows, valid --> decode
 
 `S` is a bucket: every rank scores the positions that a page table of `pages` pages could hold, and masks those behind
 a row's own. Rows of padding have position -1: they see nothing, select nothing and append to a spare page.
 
 Salts (who is the token at a position?) lie beside the cache, one a flat row, so that they are paged like the keys.
+
+What no layer has to wait for is made once for all layers, and what no rank has to wait for once for all local ranks:
+launching a graph costs the host time for every node of it. Index scores stand for the model's own work, so they may be
+made ahead. With 24 layers of 8 local ranks, a launch for each rank and layer was 511 us of host work and 75 ms a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from dcp_decode import cache, topk
+from dcp_decode import cache, numerics, topk
 from dcp_decode.batch_workload import BatchRows, BatchWorkload
+from dcp_decode.cache import FlatCache
 from dcp_decode.cpu.stages import CpuStages
 from dcp_decode.geometry import PAGE_TOKENS, Geometry
 from dcp_decode.service import NEVER_WRITTEN, RequestState, VerifyRow
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
 PADDING = -1  # position of a row of padding
 NEEDLE_ROWS = 2  # of the needle test before a run, as far as the mailbox has rows
 PREFILL_ROWS = 1 << 16  # rows made at once: 290 MB of intermediates
+SCORES_AT_ONCE = 1 << 25  # index scores made at once: about 1.5 GB of intermediates
 
 
 @dataclass(frozen=True)
@@ -98,93 +105,188 @@ def write_integers(
         pages[turn, : len(table)] = table
 
 
+@dataclass
 class DeviceBatch:
-    """A step's rows on the device, and what all ranks of this process make of them: own keys and queries.
+    """A step's rows on the device, and what R local ranks have made of them before the first layer.
 
-    integers: int64 [shape.integers] on the device, as `write_integers` has it. heads: those of the local ranks.
+    encoded: own tokens' KV rows, uint8 [layers, R * B, 576], and own_rows: int64 [R * B], where all ranks' caches store
+    them. queries: BF16 [layers, R, B, H, 576]. Local top-k of every rank and row, in ascending position order: keys
+    int64 [layers, R, B, K], flat int32 (cache rows) and positions int32, any value where a key is absent.
+    selected_rows, selected_positions: int32 [layers, R * B * K + 1], -1 until a layer selects; the last one is spare.
+    valid: int32 [layers, R, B].
     """
 
-    def __init__(self, shape: StepShape, integers: torch.Tensor, workload: Workload, layers: int, heads: range) -> None:
-        self.shape = shape
-        request, position, salt, self.turn = integers[: 4 * shape.rows].view(4, shape.rows)
-        self.rows = BatchRows(request, position, salt)
-        tables = integers[4 * shape.rows :].view(shape.requests, shape.pages)
-        self.tables = tables.index_select(0, self.turn)  # (B, pages)
-        self.workload = BatchWorkload(workload, layers, self.rows)
-        self.values = workload.decode_keys(self.workload.keys())  # (layers, B, 576) BF16
-        self.heads = heads
-        self.queries = self.workload.queries(heads)  # (layers, B, heads, 576) BF16
+    size: int
+    encoded: torch.Tensor
+    own_rows: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+    flat: torch.Tensor
+    positions: torch.Tensor
+    selected_rows: torch.Tensor
+    selected_positions: torch.Tensor
+    valid: torch.Tensor
 
-    @property
-    def size(self) -> int:
-        return self.shape.rows
+    def selection(self, layer: int, index: int) -> Selection:
+        """What local rank number `index` selects in a layer: views, filled by `DeviceGroup.select`."""
+        shape = self.keys.shape[1:]
+        return Selection(
+            self.selected_positions[layer, :-1].view(shape)[index],
+            self.selected_rows[layer, :-1].view(shape)[index],
+            self.valid[layer, index],
+        )
 
-    def flat_rows(self, local_indices: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-        """Flat rows (int64 [B, n]) of local indices int64 [B, n] under each row's page table."""
-        page = (local_indices // PAGE_TOKENS).clamp_(0, self.shape.pages - 1)
-        return self.tables.gather(1, page) * geometry.page_stride_rows + local_indices % PAGE_TOKENS
 
+class DeviceGroup:
+    """What the local ranks of one process hold through a run: caches and salts on their device, and their stages.
 
-class DeviceRank:
-    """What one rank holds through a run: cache and salts on its device, and its stages.
-
-    flat_cache: one page more than the pool hands out; rows of padding are written there.
+    stages: of R consecutive ranks. pages: of each rank's cache, as the pool hands them out; a spare one is added, where
+    rows of padding and tokens of other ranks are written. All caches of a layer are one tensor.
     """
 
     def __init__(
-        self, geometry: Geometry, workload: Workload, flat_cache: cache.FlatCache, stages: CpuStages | GpuStages
+        self,
+        geometry: Geometry,
+        workload: Workload,
+        layers: int,
+        pages: int,
+        stages: Sequence[CpuStages | GpuStages],
     ) -> None:
         self.geometry = geometry
         self.workload = workload
-        self.cache = flat_cache
+        self.layers = layers
+        self.device = stages[0].mailbox.memory.local.device
+        self.rows_a_rank = (pages + 1) * geometry.page_stride_rows
+        self.cache = FlatCache(layers, len(stages) * (pages + 1), geometry, self.device)
+        self.salts = torch.full((len(stages), self.rows_a_rank), NEVER_WRITTEN, dtype=torch.int64, device=self.device)
+        self.ranks = [DeviceRank(self, index, one) for index, one in enumerate(stages)]
+        numbers = torch.tensor([one.rank for one in stages], device=self.device)
+        self._numbers = numbers[:, None]  # (R, 1)
+        self._first_rows = torch.arange(len(stages), device=self.device)[:, None] * self.rows_a_rank  # (R, 1)
+        first = stages[0].rank * geometry.owner_heads
+        self._heads = range(first, first + len(stages) * geometry.owner_heads)
+        self._received: list[torch.Tensor] = []
+
+    def begin(self, shape: StepShape, integers: torch.Tensor) -> DeviceBatch:
+        """All that comes before the first layer. integers: int64 [shape.integers], as `write_integers` has it."""
+        geometry, layers, ranks = self.geometry, self.layers, len(self.ranks)
+        request, position, salt, turn = integers[: 4 * shape.rows].view(4, shape.rows)
+        tables = integers[4 * shape.rows :].view(shape.requests, shape.pages).index_select(0, turn)  # (B, pages)
+        workload = BatchWorkload(self.workload, layers, BatchRows(request, position, salt))
+        own_rows = self._append_places(position, tables)
+        self.salts.view(-1).index_copy_(0, own_rows, salt.repeat(ranks))
+        values = self.workload.decode_keys(workload.keys())  # (layers, B, 576) BF16
+        queries = workload.queries(self._heads).view(layers, shape.rows, ranks, geometry.owner_heads, -1)
+        keys, flat, positions = self._candidates(shape, workload, tables)
+        spare_last = (layers, ranks * shape.rows * geometry.topk + 1)
+        return DeviceBatch(
+            size=shape.rows,
+            encoded=numerics.quantize_e4m3(values, geometry.k_scale).repeat(1, ranks, 1),
+            own_rows=own_rows,
+            queries=queries.transpose(1, 2).contiguous(),
+            keys=keys,
+            flat=flat,
+            positions=positions,
+            selected_rows=torch.full(spare_last, -1, dtype=torch.int32, device=self.device),
+            selected_positions=torch.full(spare_last, -1, dtype=torch.int32, device=self.device),
+            valid=torch.empty(layers, ranks, shape.rows, dtype=torch.int32, device=self.device),
+        )
+
+    def receive(self, lists: torch.Tensor, layer: int, batch: DeviceBatch) -> None:
+        """A rank's part of the exchange (int64 [D, B, K]); the last one's completes the selection of all."""
+        self._received.append(lists)
+        if len(self._received) == len(self.ranks):
+            self._select(torch.stack(self._received), layer, batch)
+            self._received.clear()
+
+    def _select(self, received: torch.Tensor, layer: int, batch: DeviceBatch) -> None:
+        """Every rank keeps its own candidates among the best K of all. received: int64 [R, D, B, K]."""
+        ranks, dcp, rows, width = received.shape
+        together = received.transpose(1, 2).reshape(ranks, rows, dcp * width)
+        selected = batch.keys[layer] >= topk.selection_border(together, width)
+        counts = selected.cumsum(-1)
+        before_first = torch.arange(ranks * rows, device=self.device).mul_(width).sub_(1).view(ranks, rows, 1)
+        places = (counts + before_first).masked_fill_(~selected, ranks * rows * width).view(-1)
+        batch.selected_rows[layer].scatter_(0, places, batch.flat[layer].view(-1))
+        batch.selected_positions[layer].scatter_(0, places, batch.positions[layer].view(-1))
+        batch.valid[layer].copy_(counts[..., -1])
+
+    def _append_places(self, position: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        """Rows of a layer's whole tensor (int64 [R * B]) for the batch's own tokens; of other ranks: spare ones."""
+        geometry = self.geometry
+        own = self._flat_rows(cache.local(position[:, None].clamp(min=0), geometry), tables)[:, 0]
+        mine = (cache.owner(position, geometry) == self._numbers) & (position != PADDING)  # (R, B)
+        spare_row = self.rows_a_rank - geometry.page_stride_rows
+        return (own.expand(mine.shape).masked_fill(~mine, spare_row) + self._first_rows).view(-1)
+
+    def _candidates(
+        self, shape: StepShape, workload: BatchWorkload, tables: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """keys, flat and positions of `DeviceBatch`."""
+        geometry = self.geometry
+        indices = torch.arange(shape.candidates, device=self.device)
+        # A rank's positions start at its number times the interleave, and are else alike.
+        starts = (self._numbers * geometry.interleave)[:, :, None]
+        positions = cache.position(indices, 0, geometry) + starts  # (R, 1, S)
+        visible = positions <= workload.rows.position[:, None]  # (R, B, S)
+        flat = self._flat_rows(indices.expand(shape.rows, -1), tables)  # (B, S)
+        salts = self.salts[:, flat]  # (R, B, S)
+        at_once = max(1, SCORES_AT_ONCE // salts.numel())
+        made = []
+        for first in range(0, self.layers, at_once):
+            scores = workload.index_scores(slice(first, first + at_once), positions, salts)  # (some layers, R, B, S)
+            made.append(topk.batch_candidates(scores, positions, visible, geometry.topk))
+        keys, chosen = (torch.cat(parts) for parts in zip(*made, strict=True))
+        return (
+            keys,
+            flat.to(torch.int32).expand(*chosen.shape[:-1], -1).gather(-1, chosen),
+            topk.key_positions(keys).to(torch.int32),
+        )
+
+    def _flat_rows(self, local_indices: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        """Flat rows (int64 [B, n]) of local indices int64 [B, n] under page tables int64 [B, pages]."""
+        page = (local_indices // PAGE_TOKENS).clamp_(0, tables.shape[1] - 1)
+        return tables.gather(1, page) * self.geometry.page_stride_rows + local_indices % PAGE_TOKENS
+
+
+class DeviceRank:
+    """One of a group's ranks, number `index` of the local ones, as `step.verify_layer` runs it."""
+
+    def __init__(self, group: DeviceGroup, index: int, stages: CpuStages | GpuStages) -> None:
+        self.group = group
+        self.index = index
         self.stages = stages
+        self.geometry = group.geometry
         self.rank = stages.rank
-        rows = flat_cache.rows[0]
-        self.device = rows.device
-        self.salts = torch.full((len(rows),), NEVER_WRITTEN, dtype=torch.int64, device=self.device)
-        self._spare_row = len(rows) - geometry.page_stride_rows
+        self.cache = group.cache.part(index * group.rows_a_rank, group.rows_a_rank)
+        self.salts = group.salts[index]
 
     def prefill(self, layer: int, request: RequestState, table: torch.Tensor) -> None:
         """Write the rows of a request's prompt that this rank stores. table: its pages, int64 on the device."""
+        workload = self.group.workload
         count = cache.local_count(request.context, self.rank, self.geometry)
         for start in range(0, count, PREFILL_ROWS):
-            indices = torch.arange(start, min(start + PREFILL_ROWS, count), device=self.device)
+            indices = torch.arange(start, min(start + PREFILL_ROWS, count), device=table.device)
             positions = cache.position(indices, self.rank, self.geometry)
             flat = cache.flat_rows(table, indices, self.geometry)
             salts = torch.zeros_like(positions)
             self.salts.index_copy_(0, flat, salts)
-            self.cache.write(layer, flat, self.workload.key_bytes(layer, request.index, positions, salts))
-
-    def begin(self, batch: DeviceBatch) -> None:
-        """What all layers of a step share: where its own tokens go, and which keys its rows may select."""
-        geometry, rows = self.geometry, batch.rows
-        own = batch.flat_rows(cache.local(rows.position[:, None].clamp(min=0), geometry), geometry)[:, 0]
-        mine = (cache.owner(rows.position, geometry) == self.rank) & (rows.position != PADDING)
-        self._own_rows = own.masked_fill(~mine, self._spare_row)
-        self.salts.index_copy_(0, self._own_rows, rows.salt)
-        indices = torch.arange(batch.shape.candidates, device=self.device)
-        self._positions = cache.position(indices, self.rank, geometry)  # (S)
-        self._visible = self._positions <= rows.position[:, None]  # (B, S)
-        places = batch.flat_rows(indices.expand(batch.size, -1), geometry)
-        self._salts = self.salts[places]  # (B, S)
+            self.cache.write(layer, flat, workload.key_bytes(layer, request.index, positions, salts))
 
     def append(self, layer: int, batch: DeviceBatch) -> None:
-        """Quantize and store the KV rows of the batch's own tokens; those of other ranks go to the spare page."""
-        self.cache.append(layer, self._own_rows, batch.values[layer])
+        """Store the KV rows of the batch's own tokens: those of all local ranks, with the first of them."""
+        if self.index == 0:
+            self.group.cache.write(layer, batch.own_rows, batch.encoded[layer])
 
     def local_topk(self, layer: int, batch: DeviceBatch) -> torch.Tensor:
         """This rank's best candidates of every row: int64 keys [B, K]."""
-        scores = batch.workload.index_scores(layer, self._positions, self._salts)
-        return topk.batch_candidates(scores, self._positions, self._visible, self.geometry.topk)
+        return batch.keys[layer, self.index]
 
-    def select(self, batch: DeviceBatch) -> Selection:
-        """Merge the ranks' candidates and look the own ones up in the page tables."""
-        positions = self.stages.select(batch.size)
-        flat = batch.flat_rows(cache.local(positions.clamp(min=0), self.geometry), self.geometry)
-        rows, valid = topk.compact_rows(positions, flat)
-        return Selection(positions, rows, valid)
+    def select(self, layer: int, batch: DeviceBatch) -> Selection:
+        """Merge the ranks' candidates; the tensors returned are filled when the last local rank does so."""
+        self.group.receive(self.stages.receive(batch.size), layer, batch)
+        return batch.selection(layer, self.index)
 
     def queries(self, layer: int, batch: DeviceBatch) -> torch.Tensor:
         """Own heads' queries, BF16 [B, H, 576]."""
-        first = self.rank * self.geometry.owner_heads - batch.heads.start
-        return batch.queries[layer][:, first : first + self.geometry.owner_heads].contiguous()
+        return batch.queries[layer, self.index]

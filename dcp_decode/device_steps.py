@@ -27,7 +27,7 @@ import torch
 
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.device_buffers import StepBuffers
-from dcp_decode.device_rank import NEEDLE_ROWS, DeviceBatch, DeviceRank, StepShape, step_shape
+from dcp_decode.device_rank import NEEDLE_ROWS, DeviceGroup, StepShape, step_shape
 from dcp_decode.device_timing import StageClock
 from dcp_decode.errors import RankDied, WrongResult
 from dcp_decode.mailbox import Mailbox
@@ -35,7 +35,6 @@ from dcp_decode.service import RequestState
 from dcp_decode.step import AfterStage, Batch, BeforeStage, LayerResult, verify_layer
 from dcp_decode.verification import check_needle_group
 from dcp_decode.waits import MailboxTimeout, Wait, read_record
-from dcp_decode.workload import Workload
 
 PUSHES = frozenset({"select_push", "query_push", "sparse_decode_push", "value_push"})
 POLL_SECONDS = 20e-6  # between two looks at a step that has not ended: well below a step's milliseconds
@@ -91,9 +90,7 @@ class DeviceSteps:
 
     def __init__(
         self,
-        ranks: list[DeviceRank],
-        workload: Workload,
-        layers: int,
+        group: DeviceGroup,
         route: str,
         rows_a_request: int,
         control: ControlPlane,
@@ -102,11 +99,11 @@ class DeviceSteps:
         may_replay: Callable[[int], bool] = lambda step: True,
         before_stage: BeforeStage | None = None,
     ) -> None:
-        self.ranks = ranks
-        self.geometry = ranks[0].geometry
-        self.device = ranks[0].device
-        self.workload = workload
-        self.layers = layers
+        self.group = group
+        self.ranks = group.ranks
+        self.geometry = group.geometry
+        self.device = group.device
+        self.layers = group.layers
         self.route = route
         self.rows_a_request = rows_a_request
         self.control = control
@@ -115,8 +112,6 @@ class DeviceSteps:
         self.may_replay = may_replay
         self.before_stage = before_stage
         self.statistics = StepStatistics()
-        first = ranks[0].rank * self.geometry.owner_heads
-        self._heads = range(first, first + len(ranks) * self.geometry.owner_heads)
         self._shapes: dict[StepShape, StepBuffers] = {}
         self._newest: StepBuffers | None = None
         self._tables: dict[int, np.ndarray] = {}
@@ -241,14 +236,10 @@ class DeviceSteps:
     def _enqueue(self, buffers: StepBuffers, before_stage: BeforeStage | None, after_stage: AfterStage | None) -> None:
         """All stages of all layers of all local ranks: eager, or into the graph that is being captured."""
         buffers.load()
-        batch = DeviceBatch(buffers.shape, buffers.integers, self.workload, self.layers, self._heads)
-        for rank in self.ranks:
-            rank.begin(batch)
+        batch = self.group.begin(buffers.shape, buffers.integers)
         for layer in range(self.layers):
-            runs = verify_layer(self.ranks, layer, batch, self.route, before_stage, after_stage)
-            for index, run in enumerate(runs):
-                buffers.keep(layer, index, run)
-        buffers.read(self._mailboxes)
+            buffers.keep(layer, verify_layer(self.ranks, layer, batch, self.route, before_stage, after_stage))
+        buffers.read(batch, self._mailboxes)
 
     def _capture(self, buffers: StepBuffers) -> None:
         graph = torch.cuda.CUDAGraph()

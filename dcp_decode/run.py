@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from dcp_decode.cache import FlatCache, PagePool
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.cpu.stages import CpuStages
-from dcp_decode.device_rank import DeviceRank, step_batches
+from dcp_decode.device_rank import DeviceGroup, step_batches
 from dcp_decode.device_steps import AS_PLACED, DeviceSteps, StepPolicy, StepStatistics
 from dcp_decode.errors import ConfigError
 from dcp_decode.fabric.memory import Fabric
@@ -228,27 +228,17 @@ class Run:
         device = self.placement.device
         batches = step_batches(self.config.service.draft_tokens + 1, self.geometry)
         load_kernel = open_kernels(parallel.kernels, self.geometry, parallel.route == "push", batches, device)
-        ranks = [
-            DeviceRank(
-                self.geometry,
-                self.workload,
-                FlatCache(self.layers, self.config.cache.pages + 1, self.geometry, device),
-                GpuStages(mailbox, deadline, parallel.route == "push", load_kernel),
-            )
-            for mailbox in self._mailboxes()
-        ]
+        stages = [GpuStages(mailbox, deadline, parallel.route == "push", load_kernel) for mailbox in self._mailboxes()]
         torch.cuda.synchronize(device)  # armed, before the barrier that lets peers push
-        graph, lockstep = parallel.execution == "graph", self.policy.lockstep
+        policy = self.policy if parallel.execution == "graph" else replace(self.policy, may_replay=lambda step: False)
         return DeviceSteps(
-            ranks,
-            self.workload,
-            self.layers,
+            DeviceGroup(self.geometry, self.workload, self.layers, self.config.cache.pages, stages),
             parallel.route,
             self.config.service.draft_tokens + 1,
             self.control,
-            self.placement.shared if lockstep is None else lockstep,
+            self.placement.shared if policy.lockstep is None else policy.lockstep,
             deadline,
-            lambda step: graph and self.policy.may_replay(step),
+            policy.may_replay,
             self.before_stage,
         )
 

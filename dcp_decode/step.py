@@ -63,7 +63,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Selection:
-    """One rank's share of a layer's exact top-k: positions int64 [B, K] (ascending prefix, tail -1), rows, valid."""
+    """One rank's share of a layer's exact top-k: positions [B, K] (ascending prefix, tail -1), rows, valid."""
 
     positions: torch.Tensor
     rows: torch.Tensor
@@ -94,7 +94,7 @@ class StepRank(Protocol[GivenBatch]):
     def stages(self) -> CpuStages | GpuStages: ...
     def append(self, layer: int, batch: GivenBatch) -> None: ...
     def local_topk(self, layer: int, batch: GivenBatch) -> torch.Tensor: ...
-    def select(self, batch: GivenBatch) -> Selection: ...
+    def select(self, layer: int, batch: GivenBatch) -> Selection: ...
     def queries(self, layer: int, batch: GivenBatch) -> torch.Tensor: ...
 
 
@@ -143,7 +143,7 @@ class RankState:
             lists.append(topk.local_candidates(scores, positions, self.geometry.topk))
         return torch.stack(lists)
 
-    def select(self, batch: Batch) -> Selection:
+    def select(self, layer: int, batch: Batch) -> Selection:
         """Merge the ranks' candidates and look the own ones up in the page tables."""
         positions = self.stages.select(len(batch.rows))
         flat = torch.empty_like(positions)
@@ -226,7 +226,7 @@ class LayerRun(Generic[AnyBatch]):
         self.state.stages.select_push(self.state.local_topk(self.layer, self.batch))
 
     def select(self) -> None:
-        self.selection = self.state.select(self.batch)
+        self.selection = self.state.select(self.layer, self.batch)
 
     def prepare(self) -> None:
         self.query = self.state.queries(self.layer, self.batch)

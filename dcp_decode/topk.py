@@ -46,15 +46,31 @@ def local_candidates(scores: torch.Tensor, positions: torch.Tensor, width: int) 
     return out
 
 
-def batch_candidates(scores: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, width: int) -> torch.Tensor:
-    """`local_candidates` of all rows at once, in a static shape: int64 [B, width], in no particular order.
+def batch_candidates(
+    scores: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`local_candidates` of many rows at once, in a static shape and in ascending position order.
 
-    scores: FP32 [B, S]; positions: int64 [S]; visible: bool [B, S], the positions that the row may select.
+    scores: FP32 [..., S]; positions: int64, ascending along S, and visible: bool, the positions that a row may select,
+    both broadcast to it. Returns int64 keys [..., width], and where in S each lies, int64 [..., width] (0 if absent).
     """
     keys = candidate_keys(scores, positions).masked_fill_(~visible, ABSENT)
-    if keys.shape[1] > width:
-        return torch.topk(keys, width, dim=1, sorted=False).values
-    return torch.nn.functional.pad(keys, (0, width - keys.shape[1]), value=ABSENT)
+    missing = width - keys.shape[-1]
+    if missing >= 0:
+        places = torch.arange(keys.shape[-1], device=keys.device).expand(keys.shape)
+        return _padded(keys, missing, ABSENT), _padded(places, missing, 0)
+    places = torch.topk(keys, width, dim=-1, sorted=False).indices.sort(dim=-1).values
+    return keys.gather(-1, places), places
+
+
+def _padded(rows: torch.Tensor, count: int, value: int) -> torch.Tensor:
+    return torch.nn.functional.pad(rows, (0, count), value=value)
+
+
+def selection_border(candidates: torch.Tensor, width: int) -> torch.Tensor:
+    """The lowest key of the best `width` of `candidates` (int64 [..., N]) that is present: int64 [..., 1]."""
+    border = candidates.kthvalue(candidates.shape[-1] - width + 1, dim=-1, keepdim=True).values
+    return border.clamp_(min=ABSENT + 1)
 
 
 def selected_by_rank(candidates: torch.Tensor, rank: int) -> torch.Tensor:

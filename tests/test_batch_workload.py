@@ -39,7 +39,7 @@ def test_keys_queries_and_scores_equal_those_of_single_rows(workload):
     candidates = torch.stack([torch.arange(40) * 3 + max(0, row[1] - 100) for row in ROWS])
     salts = candidates % 3
     for layer in range(LAYERS):
-        scores = batch.index_scores(layer, candidates, salts)
+        scores = batch.index_scores(slice(layer, layer + 1), candidates, salts)[0]
         for index, (request, position, salt) in enumerate(ROWS):
             own = (torch.tensor([position]), torch.tensor([salt]))
             assert torch.equal(keys[layer, index], workload.key_bytes(layer, request, *own)[0])
@@ -59,7 +59,7 @@ def test_layers_requests_positions_and_salts_all_count(workload):
         assert not torch.equal(made[0], made[1])
         for index in range(1, 4):
             assert not torch.equal(made[0, 0], made[0, index])
-    scores = batch.index_scores(0, candidates, salts)
+    scores = batch.index_scores(slice(1), candidates, salts)[0]
     for index in range(1, 4):
         assert not torch.equal(scores[0], scores[index])
 
@@ -70,5 +70,6 @@ def test_padding_rows_change_no_other_row(workload):
     assert torch.equal(padded.keys()[:, : len(ROWS)], plain.keys())
     candidates = cache.position(torch.arange(64), 1, GEOMETRY)
     salts = torch.zeros(len(ROWS) + 1, 64, dtype=torch.int64)
-    got = padded.index_scores(1, candidates, salts)[: len(ROWS)]
-    assert torch.equal(got, plain.index_scores(1, candidates, salts[: len(ROWS)]))
+    layer = slice(1, 2)
+    got = padded.index_scores(layer, candidates, salts)[:, : len(ROWS)]
+    assert torch.equal(got, plain.index_scores(layer, candidates, salts[: len(ROWS)]))

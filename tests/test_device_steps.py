@@ -10,7 +10,7 @@ import torch
 from dcp_decode.cache import FlatCache, PagePool
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.cpu.stages import CpuStages
-from dcp_decode.device_rank import PADDING, DeviceRank, StepShape, step_shape, write_integers
+from dcp_decode.device_rank import PADDING, DeviceGroup, StepShape, step_shape, write_integers
 from dcp_decode.device_steps import DeviceSteps
 from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.geometry import Geometry
@@ -53,12 +53,8 @@ def make_service(geometry: Geometry) -> Service:
 
 
 def make_steps(geometry: Geometry, workload: Workload, route: str, deadline_seconds: float = 5.0) -> DeviceSteps:
-    ranks = [
-        DeviceRank(geometry, workload, FlatCache(LAYERS, PAGES + 1, geometry), stages)
-        for stages in make_stages(geometry, deadline_seconds)
-    ]
-    control = SoloControlPlane()
-    return DeviceSteps(ranks, workload, LAYERS, route, ROWS_A_REQUEST, control, False, deadline_seconds)
+    group = DeviceGroup(geometry, workload, LAYERS, PAGES, make_stages(geometry, deadline_seconds))
+    return DeviceSteps(group, route, ROWS_A_REQUEST, SoloControlPlane(), False, deadline_seconds)
 
 
 @pytest.mark.parametrize("route", ["push", "local"])

@@ -260,3 +260,34 @@ def test_compaction_keeps_the_prefix_and_counts_it() -> None:
     # Flat rows keep the order of the positions, not their own; what stands at absent places never shows.
     assert rows.tolist() == [[70, 5, 2**31 - 2, -1], [-1] * 4, [4, 3, 2, 0]]
     assert valid.tolist() == [3, 0, 4]
+
+
+@pytest.mark.parametrize("width", [3, 8, 20])
+def test_static_shapes_select_what_single_rows_select(width: int) -> None:
+    """Both borders: more positions than the width, fewer, and rows that see only a part of them."""
+    generator = torch.Generator().manual_seed(4)
+    scores = torch.randint(0, 3, (2, 4, 12), generator=generator).to(torch.float32)
+    positions = torch.arange(12) * 4 + 2**24
+    visible = positions <= positions[torch.tensor([0, 5, 11, 2])][:, None]
+    visible[0] = False
+    keys, places = topk.batch_candidates(scores, positions, visible, width)
+    for rank in range(2):
+        for row in range(4):
+            seen = visible[row]
+            alone = topk.local_candidates(scores[rank, row, seen], positions[seen], width)
+            assert keys[rank, row].sort().values.tolist() == alone.sort().values.tolist()
+            present = keys[rank, row] != topk.ABSENT
+            found = topk.key_positions(keys[rank, row][present])
+            assert found.tolist() == sorted(found.tolist())
+            assert torch.equal(positions[places[rank, row][present]], found)
+
+
+def test_the_border_is_the_lowest_selected_key() -> None:
+    shards = deal([float(index % 5) for index in range(40)], 2**24, 4)
+    candidates = shards.candidates(8)
+    border = topk.selection_border(candidates.permute(1, 0, 2).reshape(1, -1), 8)
+    for rank in range(4):
+        own = candidates[rank][candidates[rank] >= border]
+        assert sorted(topk.key_positions(own).tolist()) == shards.best(8)[rank]
+    nothing = torch.full((1, 32), topk.ABSENT, dtype=torch.int64)
+    assert not bool((nothing >= topk.selection_border(nothing, 8)).any())

@@ -260,7 +260,7 @@ def test_wrong_selection_is_found(
     fault: Callable[[Selection], Selection], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     select = RankState.select
-    monkeypatch.setattr(RankState, "select", lambda state, batch: fault(select(state, batch)))
+    monkeypatch.setattr(RankState, "select", lambda *arguments: fault(select(*arguments)))
     with pytest.raises(WrongResult, match=message):
         run_small()
 

@@ -55,11 +55,15 @@ class CpuStages:
 
     def select(self, batch: int) -> torch.Tensor:
         """Stage 0, second half: this rank's share of the exact global top-k, positions int64 [B, K] as a prefix."""
+        return topk.selected_by_rank(self.receive(batch), self.rank)
+
+    def receive(self, batch: int) -> torch.Tensor:
+        """The exchange of `select`: all ranks' lists, int64 [D, B, K]."""
         use, generation = self._use(Stage.TOPK)
         own = self._topk[self.rank][generation, :, :batch]
         words = self.arrival.snapshot(own, Stage.TOPK, use, lambda index: (index[0], index[1], -1, index[2]))
         own.fill_(numerics.ARMED_WORD)
-        return topk.selected_by_rank(words.view(torch.int64), self.rank)
+        return words.view(torch.int64)
 
     def query_push(self, query: torch.Tensor) -> None:
         """Stage 1: own heads' query (BF16 [B, H, 576]) as E4M3 into every rank's query mailbox."""

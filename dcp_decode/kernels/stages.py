@@ -1,6 +1,6 @@
 """The stages of one verify step of one layer, for one rank on a GPU: the kernels behind the interface of `CpuStages`.
 
-    select_push -> select -> query_push -> sparse_decode -> [value_push ->] merge
+    select_push -> receive -> query_push -> sparse_decode -> [value_push ->] merge
 
 Each method launches on the current CUDA stream and returns at once, so that a whole step can be captured in a graph.
 Nothing is read back: an expired wait shows in the mailbox's abort word, which the caller reads once a step.
@@ -54,7 +54,7 @@ class GpuStages:
         g = self.geometry
         configs = stage_kernels(g, batch, self.push)
         self._kernels[batch] = {name: self._load_kernel(name, config) for name, config in configs.items()}
-        # What an expired wait leaves unwritten must still be candidates: positions that index a page table.
+        # Candidates, so that what an expired wait leaves unwritten can be compared with others.
         self._received[batch] = torch.full(
             (g.dcp, batch, g.topk), topk.ABSENT, dtype=torch.int64, device=mailbox_device(self.mailbox)
         )
@@ -64,12 +64,12 @@ class GpuStages:
         kernel = self._kernels[len(candidates)]["topk_push"]
         run_topk_push(kernel, self.mailbox, candidates.contiguous(), _stream())
 
-    def select(self, batch: int) -> torch.Tensor:
-        """Stage 0, second half: this rank's share of the exact global top-k, positions int64 [B, K] as a prefix."""
+    def receive(self, batch: int) -> torch.Tensor:
+        """Stage 0, second half: all ranks' lists, int64 [D, B, K]; the tensor is overwritten by the next use."""
         received = self._received[batch]
         kernel = self._kernels[batch]["topk_receive"]
         run_topk_receive(kernel, self.mailbox, received, self.deadline_nanoseconds, _stream())
-        return topk.selected_by_rank(received, self.rank)
+        return received
 
     def query_push(self, query: torch.Tensor) -> None:
         """Stage 1: own heads' query (BF16 [B, H, 576]) as E4M3 into every rank's query mailbox."""
