@@ -8,7 +8,7 @@ import os
 import signal
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from dcp_decode.forensics.conclusion import conclude_folder
 from dcp_decode.forensics.diagnosis import Diagnosis, diagnose, waits
 from dcp_decode.forensics.evidence import (
     ControlWords,
+    ExpiredWait,
     MailboxEvidence,
     PeerProcess,
     Position,
@@ -96,7 +97,7 @@ def test_control_words_and_report_buffer() -> None:
     write_wait(mailbox, WAIT)
     control = read_mailbox(LAYOUT, mailbox.memory.local, 0).control
     assert control.aborted
-    assert control.report == WAIT.as_dict()
+    assert control.report == ExpiredWait(**WAIT.as_dict())
 
 
 def collected(box: BlackBox) -> list[RankEvidence]:
@@ -226,7 +227,7 @@ def test_first_causes(records: list[RankRecord], seen: dict[str, Any], kind: str
     case = read(pack(tmp_path, records, [evidence_of(0, **seen)]))
     diagnosis = diagnose(case)
     assert (diagnosis.kind, diagnosis.rank) == (kind, 1)
-    assert [(wait["waiting_rank"], wait["source_rank"]) for wait in waits(case)] == [(0, 1)]
+    assert [(wait.waiting_rank, wait.source_rank) for wait in waits(case)] == [(0, 1)]
 
 
 def test_told_to_stop_is_nobodys_fault(tmp_path: Path) -> None:
@@ -271,7 +272,7 @@ def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["explain", "--json", str(path)]) == VERIFIED
     explained = json.loads(capsys.readouterr().out)
     assert (explained["first_cause"]["kind"], explained["first_cause"]["rank"]) == ("stopped rank", 1)
-    assert explained["waits"] == [WAIT.as_dict()]
+    assert explained["waits"] == [{key: value for key, value in WAIT.as_dict().items() if key != "cta"}]
 
 
 def rewritten(path: Path, changes: dict[str, bytes | None]) -> None:
@@ -315,6 +316,45 @@ def test_a_damaged_or_foreign_archive_is_one_clear_error(
     assert captured.err.startswith(f"error: {path}: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+def test_any_damaged_field_is_one_clear_error_or_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = {"mailboxes": mailbox_with(TORN), "processes": state("T (stopped)")}
+    path = pack(tmp_path, [record_of(0, **EXPIRED), record_of(1, **TOLD)], [evidence_of(0, **seen)])
+    intact = path.read_bytes()
+    with tarfile.open(path, "r:gz") as archive:
+        names = [name for name in archive.getnames() if name.endswith(".json")]
+        documents = {name: json.loads(archive.extractfile(name).read()) for name in names}  # type: ignore[union-attr]
+    refused = 0
+    for name, document in documents.items():
+        for keys in places(document):
+            for value in (None, "another"):
+                path.write_bytes(intact)
+                rewritten(path, {name: json.dumps(replaced(document, keys, value)).encode()})
+                code = run_command(["explain", str(path)])
+                captured = capsys.readouterr()
+                assert code in (VERIFIED, BAD_INPUT), (name, keys, value)
+                assert captured.err.count("\n") == (code == BAD_INPUT), (name, keys, value)
+                refused += code == BAD_INPUT
+    assert refused > 50
+
+
+def places(value: Any, keys: tuple = ()) -> Iterator[tuple]:
+    """The keys of every value of a JSON document that a diagnosis may look at."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if key not in ("config", "uses", "records", "versions", "stages", "device"):
+            yield (*keys, key)
+            yield from places(item, (*keys, key))
+
+
+def replaced(value: Any, keys: tuple, new: Any) -> Any:
+    """A copy of a JSON document with another value at a place."""
+    if not keys:
+        return new
+    copy = value.copy()
+    copy[keys[0]] = replaced(value[keys[0]], keys[1:], new)
+    return copy
 
 
 def test_a_changed_bit_is_noticed(tmp_path: Path) -> None:

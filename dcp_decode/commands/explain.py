@@ -45,7 +45,7 @@ def _document(case: Case, diagnosis: Diagnosis) -> dict[str, Any]:
         "schema": 1,
         "command": "explain",
         "first_cause": asdict(diagnosis),
-        "waits": [dict(wait) for wait in waits(case)],
+        "waits": [wait.model_dump(exclude_defaults=True) for wait in waits(case)],
         "run": case.document.model_dump(),
         "evidence": {rank: evidence.model_dump() for rank, evidence in case.evidence.items()},
     }
@@ -55,7 +55,7 @@ def _show(case: Case, diagnosis: Diagnosis) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from dcp_decode.forensics.diagnosis import control_words, describe_wait, processes, states_seen, torn_rows, waits
+    from dcp_decode.forensics.diagnosis import control_words, processes, states_seen, torn_rows, waits
     from dcp_decode.presentation import plain_console
 
     console = plain_console()
@@ -67,7 +67,7 @@ def _show(case: Case, diagnosis: Diagnosis) -> None:
 
     table = Table("waiting rank", "for rank", "in", title="who waited for whom", title_justify="left", box=None)
     for wait in waits(case):
-        table.add_row(str(wait["waiting_rank"]), str(wait["source_rank"]), escape(describe_wait(wait)))
+        table.add_row(str(wait.waiting_rank), str(wait.source_rank), escape(str(wait)))
     console.print()
     console.print(table if table.row_count else "nobody waited")
 

@@ -17,12 +17,12 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from dcp_decode.errors import DcpDecodeError
-from dcp_decode.forensics.evidence import RankEvidence
+from dcp_decode.forensics.evidence import ExpiredWait, RankEvidence
 from dcp_decode.records import Plan, RankRecord
 from dcp_decode.results import document_text
 
@@ -30,6 +30,7 @@ FORMAT = "dcp_decode forensics"
 SCHEMA = 1
 LARGEST_MEMBER_BYTES = 64 << 20
 LARGEST_ARCHIVE_BYTES = 512 << 20
+MOST_RANKS = 1024
 
 
 class BadArchive(DcpDecodeError):
@@ -44,21 +45,37 @@ class _Document(BaseModel):
     command: str
     launcher: str
     fabric: str
-    route: str
-    ranks: int
+    route: Literal["push", "local"]
+    ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     exit_code: int
     error: str | None
     versions: dict[str, str]
     commit: str | None = None
 
 
+class _Geometry(BaseModel):
+    generations: Annotated[int, Field(ge=1)]
+
+
+class _Plan(BaseModel):
+    """What a diagnosis reads of the run's plan."""
+
+    processes: Annotated[int, Field(ge=1, le=MOST_RANKS)]
+    geometry: _Geometry
+
+
 @dataclass(frozen=True)
 class Case:
-    """A failed run as its archive has it. stacks: text of faulthandler by rank, where it wrote any."""
+    """A failed run as its archive has it. processes: ranks that had a process of their own, from rank 0.
+
+    expired: waits by the record that has them. stacks: text of faulthandler by rank, where it wrote any.
+    """
 
     document: _Document
-    plan: Plan
+    processes: int
+    generations: int
     records: dict[int, RankRecord]
+    expired: dict[int, tuple[ExpiredWait, ...]]
     evidence: dict[int, RankEvidence]
     stacks: dict[int, str]
 
@@ -104,10 +121,18 @@ def read(path: Path) -> Case:
     for name in ("document.json", "plan.json"):
         if name not in members:
             raise BadArchive(f"{path}: is damaged: {name} is missing")
+    plan = _parsed(path, "plan.json", members["plan.json"], _Plan)
+    records = _by_rank(members, "rank-", lambda name, text: _parsed(path, name, text, RankRecord))
+    waits = {rank: json.dumps(record.expired_waits).encode() for rank, record in records.items()}
     return Case(
         document=_parsed(path, "document.json", members["document.json"], _Document),
-        plan=_parsed(path, "plan.json", members["plan.json"], Plan),
-        records=_by_rank(members, "rank-", lambda name, text: _parsed(path, name, text, RankRecord)),
+        processes=plan.processes,
+        generations=plan.geometry.generations,
+        records=records,
+        expired={
+            rank: _parsed(path, f"rank-{rank}.json.expired_waits", text, tuple[ExpiredWait, ...])
+            for rank, text in waits.items()
+        },
         evidence=_by_rank(members, "forensics-", lambda name, text: _parsed(path, name, text, RankEvidence)),
         stacks=_by_rank(members, "stacks-", lambda _, text: text.decode(errors="replace")),
     )

@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcp_decode.control.plane import ControlPlane, Peer
-from dcp_decode.forensics.evidence import ControlWords, MailboxEvidence, PeerProcess, Position, RankEvidence
+from dcp_decode.forensics.evidence import (
+    ControlWords,
+    ExpiredWait,
+    MailboxEvidence,
+    PeerProcess,
+    Position,
+    RankEvidence,
+)
 from dcp_decode.forensics.words import read_control, read_mailbox
 from dcp_decode.mailbox import Mailbox
 
@@ -94,7 +101,7 @@ class BlackBox:
             reason=reason,
             position=self.position(),
             versions=_loaded_versions(),
-            waits=() if control is None else tuple(control.waits()),
+            waits=() if control is None else tuple(map(ExpiredWait.model_validate, control.waits())),
             processes={} if control is None else _processes(control),
             traceback=traceback,
             peers=self._peers(rank),

@@ -14,17 +14,15 @@ A rank without a record was killed, but only after the fact if a peer saw it ali
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from dcp_decode.errors import WRONG_RESULT
 from dcp_decode.forensics.archive import Case
-from dcp_decode.forensics.evidence import ControlWords, PeerProcess, TornRow
-from dcp_decode.results import STAGE_ORDER, wait_advance
+from dcp_decode.forensics.evidence import ControlWords, ExpiredWait, PeerProcess, TornRow
+from dcp_decode.results import wait_advance
 
 Kind = Literal["wrong data", "dead rank", "crashed rank", "stopped rank", "late rank", "lost words", "told to stop"]
-Wait = Mapping[str, Any]
 
 # Stage that waits -> stage that writes what it waits for, by route; and the mailboxes that it reads.
 WRITERS = {
@@ -55,32 +53,26 @@ def diagnose(case: Case) -> Diagnosis:
     for record in records:
         if record.outcome in ("crashed", "killed"):
             return _death(case, record.rank, record.outcome == "crashed", str(record.error))
-    for rank in range(case.plan.processes):
+    for rank in range(case.processes):
         if rank not in case.records and states.get(rank, "gone") == "gone":
             return _death(case, rank, False, f"its process{_process(case, rank)} ended without a record")
     wait = next(iter(waits(case)), None)
     if wait is not None:
-        return _of_wait(case, wait, states.get(wait["source_rank"], ""))
+        return _of_wait(case, wait, states.get(wait.source_rank, ""))
     return Diagnosis("told to stop", None, "the ranks were told to stop (SIGTERM), and none waited for another")
 
 
-def waits(case: Case) -> list[Wait]:
+def waits(case: Case) -> list[ExpiredWait]:
     """Who waited for whom, the least advanced first: waits that expired, and control-plane waits under way."""
-    found: list[Wait] = [wait for record in case.records.values() for wait in record.expired_waits]
+    found = [wait for expired in case.expired.values() for wait in expired]
     for evidence in case.evidence.values():
         reports = [mailbox.control.report for mailbox in evidence.mailboxes]
         reports += [words.report for words in evidence.peers.values()]  # of ranks that could not say it themselves
         found += [*evidence.waits, *(report for report in reports if report is not None)]
-    unique = {(wait["waiting_rank"], wait["source_rank"], describe_wait(wait)): wait for wait in found}
-    return sorted(unique.values(), key=lambda wait: (wait_advance(wait), wait["waiting_rank"], wait["source_rank"]))
-
-
-def describe_wait(wait: Wait) -> str:
-    """What for, without the ranks."""
-    if wait["stage"] not in STAGE_ORDER:
-        return f"control plane, '{wait.get('label', '?')}'"
-    head = f"head {wait['head']}, " if wait["head"] >= 0 else ""
-    return f"{wait['stage']}, use {wait['use']}, row {wait['row']}, {head}word {wait['word']}"
+    unique = {(wait.waiting_rank, wait.source_rank, str(wait)): wait for wait in found}
+    return sorted(
+        unique.values(), key=lambda wait: (wait_advance(wait.model_dump()), wait.waiting_rank, wait.source_rank)
+    )
 
 
 def states_seen(case: Case) -> dict[int, str]:
@@ -125,8 +117,8 @@ def _death(case: Case, rank: int, crashed: bool, error: str) -> Diagnosis:
     return Diagnosis("crashed rank" if crashed else "dead rank", rank, f"rank {rank} died: {error}", tuple(details))
 
 
-def _of_wait(case: Case, wait: Wait, state: str) -> Diagnosis:
-    source = wait["source_rank"]
+def _of_wait(case: Case, wait: ExpiredWait, state: str) -> Diagnosis:
+    source = wait.source_rank
     mailbox, torn = _torn_row(case, wait)
     kind: Kind
     if state.startswith(("T", "t")):
@@ -144,7 +136,7 @@ def _of_wait(case: Case, wait: Wait, state: str) -> Diagnosis:
         kind, found = "lost words", f"words of rank {source} were lost: it had pushed, yet none of the row arrived"
     else:
         kind, found = "late rank", f"rank {source} was late: it lived, and had not pushed"
-    sentence = f"{found}; rank {wait['waiting_rank']} waited for it ({describe_wait(wait)})"
+    sentence = f"{found}; rank {wait.waiting_rank} waited for it ({wait})"
     return Diagnosis(kind, source, sentence, (*_whereabouts(case, source), *_stack(case, source)))
 
 
@@ -153,22 +145,22 @@ def _process(case: Case, rank: int) -> str:
     return "" if process is None else f" {process.process_id} on {process.hostname}"
 
 
-def _has_pushed(case: Case, wait: Wait) -> bool:
+def _has_pushed(case: Case, wait: ExpiredWait) -> bool:
     """Whether the rank that waited saw the source's counter behind the push that it waited for."""
-    writer = WRITERS[case.document.route].get(wait["stage"])
-    evidence = case.evidence.get(wait["waiting_rank"])
-    if writer is None or evidence is None or wait["source_rank"] not in evidence.peers:
+    writer = WRITERS[case.document.route].get(wait.stage)
+    evidence = case.evidence.get(wait.waiting_rank)
+    if writer is None or evidence is None or wait.source_rank not in evidence.peers:
         return False
-    return evidence.peers[wait["source_rank"]].uses[writer] > wait["use"]
+    return evidence.peers[wait.source_rank].uses.get(writer, 0) > wait.use
 
 
-def _torn_row(case: Case, wait: Wait) -> tuple[str, TornRow | None]:
+def _torn_row(case: Case, wait: ExpiredWait) -> tuple[str, TornRow | None]:
     """The row that the wait was for and its mailbox, if it had arrived in part."""
-    if wait["stage"] not in MAILBOXES:
+    if wait.stage not in MAILBOXES:
         return "", None
-    wanted = (wait["use"] % case.plan.geometry["generations"], wait["source_rank"], wait["row"])
-    for mailbox, generation, source, torn in torn_rows(case, wait["waiting_rank"]):
-        if mailbox in MAILBOXES[wait["stage"]] and (generation, source, torn.row) == wanted:
+    wanted = (wait.use % case.generations, wait.source_rank, wait.row)
+    for mailbox, generation, source, torn in torn_rows(case, wait.waiting_rank):
+        if mailbox in MAILBOXES[wait.stage] and (generation, source, torn.row) == wanted:
             return mailbox, torn
     return "", None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -59,12 +58,35 @@ class Slot(Evidence):
     torn: tuple[TornRow, ...] = ()
 
 
+class ExpiredWait(Evidence):
+    """Who waited for whom, as in `expired_waits` of the results: a place in a mailbox (`waits.Wait`), or a label."""
+
+    stage: str
+    waiting_rank: int
+    source_rank: int
+    label: str | None = None
+    use: int = -1
+    row: int = -1
+    head: int = -1
+    word: int = -1
+    value_seen: int = 0
+    cta: int = 0
+    nanoseconds: int = 0
+
+    def __str__(self) -> str:
+        """What for, without the ranks."""
+        if self.label is not None:
+            return f"control plane, '{self.label}'"
+        head = f"head {self.head}, " if self.head >= 0 else ""
+        return f"{self.stage}, use {self.use}, row {self.row}, {head}word {self.word}"
+
+
 class ControlWords(Evidence):
     """A rank's use counters by stage, its abort word, and its report buffer: the first wait that expired, if any."""
 
     uses: dict[str, int]
     aborted: bool
-    report: dict[str, Any] | None = None
+    report: ExpiredWait | None = None
 
 
 class MailboxEvidence(Evidence):
@@ -97,7 +119,7 @@ class RankEvidence(Evidence):
     reason: str
     position: Position
     versions: dict[str, str]
-    waits: tuple[dict[str, Any], ...] = ()
+    waits: tuple[ExpiredWait, ...] = ()
     processes: dict[int, PeerProcess] = {}
     traceback: str | None = None
     peers: dict[int, ControlWords] = {}

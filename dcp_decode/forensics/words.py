@@ -6,7 +6,7 @@ import torch
 
 from dcp_decode import numerics
 from dcp_decode.fabric.memory import SymmetricMemory
-from dcp_decode.forensics.evidence import ControlWords, MailboxEvidence, Slot, TornRow
+from dcp_decode.forensics.evidence import ControlWords, ExpiredWait, MailboxEvidence, Slot, TornRow
 from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
 from dcp_decode.waits import read_record
 
@@ -26,7 +26,7 @@ def read_control(layout: MailboxLayout, region: torch.Tensor) -> ControlWords:
     return ControlWords(
         uses={stage.name: int(alone.use_counter(stage)) for stage in Stage},
         aborted=bool(alone.abort_word),
-        report=None if report is None else report.as_dict(),
+        report=None if report is None else ExpiredWait.model_validate(report.as_dict()),
     )
 
 
