@@ -5,6 +5,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/session.sh"
 
 prepare mpi "$@"
+# On this host only: in an allocation of Slurm mpirun starts its daemons with srun, which hangs inside a step.
+unset "${!SLURM_@}"
 # osc ^ucx: without UCX hardware each rank prints an error line. bind-to none: ranks may outnumber cores.
 flags=(--oversubscribe --bind-to none --mca osc '^ucx')
 if ((EUID == 0)); then

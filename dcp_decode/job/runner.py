@@ -18,7 +18,9 @@ from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, U
 from dcp_decode.job import stages
 from dcp_decode.job.stages import REPOSITORY, Settings, Stage
 
+SUFFIXES = (".log", ".json", ".xml", ".html", ".forensics.tar.gz")  # of what a stage leaves
 GRACE_SECONDS = 20.0  # from SIGTERM to SIGKILL of a stage
+NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Job:
 
 def run_stage(stage: Stage, folder: Path) -> Outcome:
     """Run one stage; its output goes to its log in `folder`. Raises Stopped when this process is told to stop."""
+    for suffix in SUFFIXES:  # of an earlier job in the same folder
+        (folder / f"{stage.name}{suffix}").unlink(missing_ok=True)
     started = time.monotonic()
     log = folder / _log(stage)
     command = shlex.join(stage.command)
@@ -114,7 +118,7 @@ def _exit_code(stage: Stage, output: IO[str], errors: IO[str]) -> int:
         stdout=output,
         stderr=errors,
         cwd=REPOSITORY,
-        env=os.environ | stage.environment,
+        env=_environment(stage),
         start_new_session=True,
     )
     try:
@@ -124,6 +128,15 @@ def _exit_code(stage: Stage, output: IO[str], errors: IO[str]) -> int:
         return WAIT_EXPIRED
     finally:
         _end(process)
+
+
+def _environment(stage: Stage) -> dict[str, str]:
+    """This process's, without what is meant for a group of nodes if the stage runs on this one alone."""
+    ours = dict(os.environ)
+    if not stage.environment:
+        for name in NODE_VARIABLES:
+            ours.pop(name, None)
+    return ours | stage.environment
 
 
 def differing_digest(stage: Stage, folder: Path) -> str:
