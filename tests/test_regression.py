@@ -16,7 +16,7 @@ from dcp_decode.regression.documents import IncomparableInputs
 from dcp_decode.regression.interval import Estimate, estimate_percentiles, interval, student_quantile
 
 ROUNDS = 40
-SEEDS = range(60)
+SEEDS = range(40)
 MICROSECONDS = {"query_push": 2.0, "sparse_decode": 5.0, "merge": 2.1, "chain": 9.0}
 BASELINES = {"peer:public": 17.0, "peer:triton_split_kv": 10.7, "floor:launch": 1.2}
 

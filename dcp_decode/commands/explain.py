@@ -74,6 +74,7 @@ def _show(case: Case, diagnosis: Diagnosis) -> None:
     columns = ("rank", "host", "process", "seen as", "ended", "stood at", "uses", "torn rows")
     table = Table(*columns, title="ranks", title_justify="left", box=None)
     states, known = states_seen(case), processes(case)
+    summarized = {mailbox.rank for evidence in case.evidence.values() for mailbox in evidence.mailboxes}
     for rank in range(document.ranks):
         record, evidence, words = case.records.get(rank), case.evidence.get(rank), control_words(case, rank)
         table.add_row(
@@ -81,10 +82,10 @@ def _show(case: Case, diagnosis: Diagnosis) -> None:
             known[rank].hostname if rank in known else "?",
             str(known[rank].process_id) if rank in known else "?",
             states.get(rank, "?"),
-            "no record" if record is None else record.outcome,
+            record.outcome if record is not None else "no record" if rank < case.processes else "in process 0",
             "?" if evidence is None else str(evidence.position),
             "?" if words is None else "/".join(map(str, words.uses.values())) + (" aborted" if words.aborted else ""),
-            str(len(torn_rows(case, rank))) if evidence is not None and evidence.mailboxes else "?",
+            str(len(torn_rows(case, rank))) if rank in summarized else "?",
         )
     console.print()
     console.print(table)

@@ -148,10 +148,17 @@ def _process(case: Case, rank: int) -> str:
 def _has_pushed(case: Case, wait: ExpiredWait) -> bool:
     """Whether the rank that waited saw the source's counter behind the push that it waited for."""
     writer = WRITERS[case.document.route].get(wait.stage)
-    evidence = case.evidence.get(wait.waiting_rank)
-    if writer is None or evidence is None or wait.source_rank not in evidence.peers:
-        return False
-    return evidence.peers[wait.source_rank].uses.get(writer, 0) > wait.use
+    seen = _seen_by(case, wait.waiting_rank).get(wait.source_rank)
+    return writer is not None and seen is not None and seen.uses.get(writer, 0) > wait.use
+
+
+def _seen_by(case: Case, rank: int) -> dict[int, ControlWords]:
+    """Control words as a rank's process saw them: of other processes, and of all the ranks that it runs itself."""
+    for evidence in case.evidence.values():
+        local = {mailbox.rank: mailbox.control for mailbox in evidence.mailboxes}
+        if rank in local or rank == evidence.rank:
+            return evidence.peers | local
+    return {}
 
 
 def _torn_row(case: Case, wait: ExpiredWait) -> tuple[str, TornRow | None]:
