@@ -159,7 +159,7 @@ class DeviceGroup:
         self.rows_a_rank = (pages + 1) * geometry.page_stride_rows
         self.cache = FlatCache(layers, len(stages) * (pages + 1), geometry, self.device)
         self.salts = torch.full((len(stages), self.rows_a_rank), NEVER_WRITTEN, dtype=torch.int64, device=self.device)
-        self.ranks = [DeviceRank(self, index, one) for index, one in enumerate(stages)]
+        self.stages = stages
         numbers = torch.tensor([one.rank for one in stages], device=self.device)
         self._numbers = numbers[:, None]  # (R, 1)
         self._first_rows = torch.arange(len(stages), device=self.device)[:, None] * self.rows_a_rank  # (R, 1)
@@ -167,9 +167,13 @@ class DeviceGroup:
         self._heads = range(first, first + len(stages) * geometry.owner_heads)
         self._received: list[torch.Tensor] = []
 
+    def ranks(self) -> list[DeviceRank]:
+        """The local ranks, for `step.verify_layer`; they hold the group."""
+        return [DeviceRank(self, index, one) for index, one in enumerate(self.stages)]
+
     def begin(self, shape: StepShape, integers: torch.Tensor) -> DeviceBatch:
         """All that comes before the first layer. integers: int64 [shape.integers], as `write_integers` has it."""
-        geometry, layers, ranks = self.geometry, self.layers, len(self.ranks)
+        geometry, layers, ranks = self.geometry, self.layers, len(self.stages)
         request, position, salt, turn = integers[: 4 * shape.rows].view(4, shape.rows)
         tables = integers[4 * shape.rows :].view(shape.requests, shape.pages).index_select(0, turn)  # (B, pages)
         workload = BatchWorkload(self.workload, layers, BatchRows(request, position, salt))
@@ -195,7 +199,7 @@ class DeviceGroup:
     def receive(self, lists: torch.Tensor, layer: int, batch: DeviceBatch) -> None:
         """A rank's part of the exchange (int64 [D, B, K]); the last one's completes the selection of all."""
         self._received.append(lists)
-        if len(self._received) == len(self.ranks):
+        if len(self._received) == len(self.stages):
             self._select(torch.stack(self._received), layer, batch)
             self._received.clear()
 

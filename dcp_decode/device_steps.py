@@ -59,8 +59,8 @@ class StepStatistics:
     """How the steps of a process ran.
 
     Of each replay: host_seconds from the plan to the launched graph, step_seconds from the plan to its results.
-    bytes_after_capture, bytes_at_end: in use on the whole device after the newest capture, and after the last step (0
-    on a CPU). notes: one line a shape, and what else decided.
+    bytes_after_capture, bytes_at_end: in use on the whole device after the first replay of the newest graph, and after
+    the last step (0 on a CPU). notes: one line a shape, and what else decided.
     """
 
     replays: int = 0
@@ -100,7 +100,7 @@ class DeviceSteps:
         before_stage: BeforeStage | None = None,
     ) -> None:
         self.group = group
-        self.ranks = group.ranks
+        self.ranks = group.ranks()
         self.geometry = group.geometry
         self.device = group.device
         self.layers = group.layers
@@ -155,7 +155,8 @@ class DeviceSteps:
         buffers = self._buffers(step_shape(batch.rows, self.rows_a_request, self.geometry))
         buffers.write(batch, self._tables)
         replay = self._replays and self.may_replay(step) and buffers.uses > 0
-        if replay and buffers.graph is None:
+        captured = replay and buffers.graph is None
+        if captured:
             self._capture(buffers)
             started = time.perf_counter()
         launched = None
@@ -174,6 +175,8 @@ class DeviceSteps:
             self.statistics.replays += 1
             self.statistics.host_seconds.append(launched - started)
             self.statistics.step_seconds.append(time.perf_counter() - started)
+        if captured:  # its first launch has taken its memory
+            self.statistics.bytes_after_capture = self._bytes_in_use()
         self._newest = buffers
         self._refuse_expired(buffers.any_expired)
         return buffers.results(batch, verified)
@@ -247,7 +250,6 @@ class DeviceSteps:
             self._enqueue(buffers, None, None)
         buffers.graph = graph
         self.statistics.captures += 1
-        self.statistics.bytes_after_capture = self._bytes_in_use()
         self.control.barrier(f"graph of {buffers.shape}")
 
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> contextlib.AbstractContextManager[object]:

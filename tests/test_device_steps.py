@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -136,3 +138,15 @@ def test_an_expired_wait_names_who_waited_for_whom():
         steps.run(0, batch, verified=False)
     assert failure.value.waits[0].source_rank == 2
     assert failure.value.waits[0].stage == Stage.SPARSE.name
+
+
+def test_steps_end_with_their_last_reference():
+    """A GPU's caches are given back at once, not when Python next looks for cycles."""
+    steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")
+    group = weakref.ref(steps.group)
+    gc.disable()
+    try:
+        del steps
+        assert group() is None
+    finally:
+        gc.enable()

@@ -38,7 +38,7 @@ def gpu_config(**overrides: object) -> RunConfig:
         "parallel.device": "cuda",
         "parallel.fabric": "loopback",
         "model.layers": LAYERS,
-        "service.max_steps": 24,
+        "service.max_steps": 18,  # before the trace is drained
         "verify.mode": "off",
     }
     values |= {key.replace("__", "."): value for key, value in overrides.items()}
@@ -60,7 +60,7 @@ def test_verified_end_to_end(route):
     config = gpu_config(parallel__route=route, verify__mode="sample", verify__period=6)
     summary = run_here(config)
     assert summary.verified is True
-    assert summary.checked_steps == 4
+    assert summary.checked_steps == 3
     assert summary.device.startswith("cuda")
     for name in TIMED:
         times = summary.stage_seconds[name]
@@ -80,8 +80,8 @@ def test_graphs_and_eager_steps_in_any_order_leave_one_digest():
 
 
 def test_the_config_can_ask_for_eager_steps():
-    execution = run_here(gpu_config(parallel__execution="eager")).execution
-    assert (execution["replays"], execution["eager_steps"]) == (0, 24)
+    summary = run_here(gpu_config(parallel__execution="eager"))
+    assert (summary.execution["replays"], summary.execution["eager_steps"]) == (0, summary.steps)
 
 
 def test_another_seed_has_another_digest():
@@ -90,11 +90,11 @@ def test_another_seed_has_another_digest():
 
 @pytest.mark.timeout(180)
 def test_two_thousand_replays_with_eager_steps_at_odd_places():
-    config = one_long_request(model__layers=1, service__max_steps=2060)
+    config = one_long_request(model__layers=1, service__max_steps=2110)
     mixed = run_here(config, policy=StepPolicy(may_replay=lambda step: step % 41 not in (7, 30)))
     execution = mixed.execution
-    assert execution["replays"] >= 1900
-    assert execution["eager_steps"] > 90
+    assert execution["replays"] >= 2000
+    assert execution["eager_steps"] >= 100
     assert mixed.digest == run_here(config, policy=EAGER).digest
     assert execution["host_work"]["p50_us"] <= HOST_MICROSECONDS
     memory = execution["device_bytes"]
