@@ -2,9 +2,9 @@
 
     rank 0's unique id --control plane--> init on all ranks --> heap allocation (collective) --> peer pointers
 
-Only the heap and its peer pointers are used: kernels load and store through an int64 table of them. NVSHMEM starts
-with the first open fabric of a process and ends with the last (`close`); all calls are collective and every rank makes
-them in the same order, each behind a control-plane barrier that names a missing rank before NVSHMEM could hang on it.
+Only the heap and its peer pointers are used: kernels load and store through an int64 table of them. NVSHMEM starts and
+ends with the fabric, so a process has one open at a time; all calls are collective and every rank makes them in the
+same order, each behind a control-plane barrier that names a missing rank before NVSHMEM could hang on it.
 
 Seen on an H200: 8 processes on one GPU, start 1.0 s, peer writes correct, clean end.
 """
