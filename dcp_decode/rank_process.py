@@ -118,8 +118,12 @@ class RankProcess:
 
     def _collect(self, reason: str, trace: str | None) -> None:
         folder = self.folder
-        if folder is not None:
+        if folder is None:
+            return
+        try:
             black_box.collect(self.rank, self.control, reason, trace, lambda evidence: write_evidence(folder, evidence))
+        except Exception as error:  # the failure that it is about must reach its end all the same
+            print(f"forensics: rank {self.rank} could not say everything: {error!r}", file=sys.stderr, flush=True)
 
     def _await_terminate(self, told: int) -> None:
         while signal.SIGTERM not in os.read(told, 64):

@@ -100,6 +100,15 @@ def test_control_words_and_report_buffer() -> None:
     assert control.report == ExpiredWait(**WAIT.as_dict())
 
 
+def test_a_peer_that_never_armed_its_mailbox_is_no_obstacle() -> None:
+    mailbox = armed_mailbox()
+    mailbox.memory.regions[1].fill_(0x55)
+    box = BlackBox()
+    box.watch([mailbox])
+    peer = collected(box)[0].peers[1]
+    assert (peer.aborted, peer.report) == (True, None)
+
+
 def collected(box: BlackBox) -> list[RankEvidence]:
     written: list[RankEvidence] = []
     for _ in range(2):  # the second one must not count
