@@ -1,9 +1,9 @@
 """The correctness gate around a timing: the very kernels, buffers and inputs that are timed, against the oracle.
 
-It is passed before and after, in the same process, and both times with the same bits. Every launch is checked in the
-first and the last layer: the sparse decode's partial rows and LSE of all heads by `verify_partial`, a chain's merged
-rows by `verify_merged` over its own partial and the words that stand for the other sources, and its mailboxes must be
-armed again. Outputs are poisoned first.
+It is passed before and after, in the same process, and both times with the same bits. Checked are the first and the
+last copy of the mailboxes: the sparse decode's partial rows and LSE of all heads by `verify_partial`; a chain in both
+generations, its merged rows by `verify_merged` over its own partial and the words that stand for the other sources,
+after which all mailboxes must be armed again. Outputs are poisoned first.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ class Gate:
     def __init__(self, ranks: BenchRanks) -> None:
         self.ranks = ranks
         self.problem = ranks.problem
-        self.layers = tuple(dict.fromkeys((0, self.problem.layers - 1)))
+        self.layers = tuple(dict.fromkeys((0, ranks.copies - 1)))
 
     def check_sparse(self, launch: Launch, family: str, label: str) -> Passed:
         """The sparse decode alone. Raises WrongResult, naming label, layer, row and head."""
         verdicts, outputs = [], []
         for layer in self.layers:
-            self._run(launch, self.ranks.prepare_alone, layer)
-            for index, mailbox in enumerate(self.ranks.mailboxes[layer]):
+            self.ranks.prepare_alone()
+            self._launch(launch, layer)
+            for index, mailbox in enumerate(self.ranks.mailboxes_of(layer)):
                 out, lse = self._pushed(mailbox.memory.regions, mailbox.rank)
                 verdict = oracle.verify_partial(out, lse, self.partial(layer, index, family))
                 verdict.require(f"{label}, layer {layer}, rank {mailbox.rank}")
@@ -66,19 +67,21 @@ class Gate:
     def check_chain(self, launch: Launch, family: str, label: str) -> Passed:
         """A whole chain. Raises WrongResult, also when a mailbox word is not armed afterwards."""
         verdicts, outputs = [], []
-        for layer in self.layers:
-            self._run(launch, self.ranks.prepare_chain, layer)
-            for index, mailbox in enumerate(self.ranks.mailboxes[layer]):
-                merged = self.ranks.merged[index]
-                verdict = oracle.verify_merged(merged, self._merged(layer, index, family))
-                verdict.require(f"{label}, layer {layer}, rank {mailbox.rank}")
-                verdicts.append(verdict)
-                outputs.append(merged.clone())
-                self._require_armed(mailbox.memory.local, f"{label}, layer {layer}, rank {mailbox.rank}")
+        for first in self.layers:
+            self.ranks.prepare_chain()
+            for layer in range(first, self.problem.layers, self.ranks.copies):
+                self._launch(launch, layer)
+                for index, rank in enumerate(self.ranks.ranks):
+                    merged = self.ranks.merged[index]
+                    verdict = oracle.verify_merged(merged, self._merged(layer, index, family))
+                    verdict.require(f"{label}, layer {layer}, rank {rank}")
+                    verdicts.append(verdict)
+                    outputs.append(merged.clone())
+            for mailbox in self.ranks.mailboxes_of(first):
+                self._require_armed(mailbox.memory.local, f"{label}, layer {first}, rank {mailbox.rank}")
         return passed_by(verdicts, outputs)
 
-    def _run(self, launch: Launch, prepare: Callable[[], None], layer: int) -> None:
-        prepare()
+    def _launch(self, launch: Launch, layer: int) -> None:
         self.ranks.poison()
         launch(layer)
         torch.cuda.synchronize()

@@ -26,7 +26,7 @@ from dcp_decode.checkpoint.peers.nccl_exchange import NcclExchange
 from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_points
 from dcp_decode.checkpoint.progress import ShowPoint
 from dcp_decode.checkpoint.ranks import current_stream
-from dcp_decode.checkpoint.timing import SHORT_PART, Series, capture, layer_series, replay
+from dcp_decode.checkpoint.timing import Series, capture, graph_lengths, layer_series, replay
 from dcp_decode.checkpoint.wire import SOURCE, wire_of
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
@@ -127,7 +127,7 @@ class GroupCheckpoint:
 
     def _time(self, launch: Callable[[int], None], prepare: Callable[[], None], label: str) -> tuple[Series, Series]:
         """Layer times, maximum over ranks per round, and their spread over ranks."""
-        lengths = (max(1, self.layers // SHORT_PART), self.layers)
+        lengths = graph_lengths(self.layers)
         graphs = []
         for length in lengths:
             # Captured on every rank alike, so that the eager layers before a capture meet their peers.

@@ -19,7 +19,7 @@ from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction, Problem
 from dcp_decode.checkpoint.peers import ALL_PEERS, QUICK_PEERS, Peer, PeerSkipped
 from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_points
 from dcp_decode.checkpoint.progress import ShowPoint
-from dcp_decode.checkpoint.ranks import SOLO_RANK, BenchRanks, mailbox_bytes_a_layer
+from dcp_decode.checkpoint.ranks import SOLO_RANK, USED_GENERATIONS, BenchRanks, region_bytes_in_use
 from dcp_decode.checkpoint.timing import Series, Stopwatch, Subject
 from dcp_decode.checkpoint.variants import best_layout, swept_variants, variant_name
 from dcp_decode.checkpoint.wire import SOURCE, wire_of
@@ -29,10 +29,10 @@ from dcp_decode.errors import WrongResult
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.sparse_config import FAMILY, sparse_config
 
-LEAST_LAYERS = 4
+LEAST_COPIES = 3
 SWEEP_SAMPLES = 25
 TUNING_SAMPLES = 7
-L2_SHARE = 0.5  # of L2 that the mailboxes of a graph's layers may take, so that words and hot keys stay there
+L2_SHARE = 1 / 3  # of L2 that the mailboxes of a graph may take, so that words and hot keys stay there
 STEP_ALLOWANCE = 1.05  # a verify step in one graph against its layers
 
 
@@ -55,7 +55,9 @@ class Checkpoint:
         self.peers: Sequence[Peer] = QUICK_PEERS if quick else ALL_PEERS
         if self.mode != "solo":
             self.peers = ()  # a peer attends with one rank's keys
-        self.caches = KeyCaches(config.model.layers, config.cache.k_scale, self.seed)
+        self.caches = KeyCaches(
+            max(config.model.layers, USED_GENERATIONS * LEAST_COPIES), config.cache.k_scale, self.seed
+        )
         self.eviction = L2Eviction()
         self.points: list[dict[str, Any]] = []
         self.sweep: list[dict[str, Any]] = []
@@ -90,10 +92,11 @@ class Checkpoint:
         return Measurements(worst, keys)
 
     def layers_of(self, geometry: Geometry, batch: int, ranks: int) -> int:
-        """Layers of a graph: the model's, unless their mailboxes would push the keys out of L2."""
+        """Layers of a chain's graph: the model's, or as many whose mailboxes leave L2 room for the keys."""
         l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        fitting = int(l2 * L2_SHARE) // (mailbox_bytes_a_layer(geometry, batch) * ranks)
-        return max(LEAST_LAYERS, min(self.config.model.layers, fitting))
+        fitting = int(l2 * L2_SHARE) // (region_bytes_in_use(geometry, batch) * ranks)
+        wanted = -(-self.config.model.layers // USED_GENERATIONS)
+        return USED_GENERATIONS * max(LEAST_COPIES, min(wanted, fitting))
 
 
 class _PointRun:
@@ -134,7 +137,7 @@ class _PointRun:
         checkpoint.passed.append(before)
         if self.point.sweep:
             self._sweep()
-        if self.stopwatch.lengths[1] == checkpoint.config.model.layers:
+        if self.stopwatch.layers == checkpoint.config.model.layers:
             checkpoint.steps.append(self._step(series["chain"]))
         launch = series["launch"].p50
         shape = self.point.shape
@@ -183,7 +186,7 @@ class _PointRun:
         label = f"{self.point.shape}, {self.point.l2}"
         variants = {variant_name(config): config for config in swept_variants(self.geometry, self.point.shape.batch)}
         subjects = [
-            Subject(name, self.ranks.stages(config)["sparse_decode"], self.ranks.prepare_alone)
+            Subject(name, self.ranks.stages(config)["sparse_decode"], self.ranks.prepare_alone, self.ranks.copies)
             for name, config in variants.items()
         ]
         before = [self.gate.check_sparse(one.launch, FAMILY, f"{label}, {one.name}") for one in subjects]
@@ -210,7 +213,7 @@ class _PointRun:
 
     def _step(self, chain: Series) -> dict[str, Any]:
         """All the model's layers in one graph, its launch included, against as many times a layer."""
-        shape, layers = self.point.shape, self.stopwatch.lengths[1]
+        shape, layers = self.point.shape, self.stopwatch.layers
         statistics = replace(chain, layer=chain.step).statistics()
         allowed = STEP_ALLOWANCE * layers * chain.p50
         return {

@@ -33,8 +33,10 @@ def publish(conclusion: Conclusion, plan: Plan, html: Path | None) -> None:
     document = conclusion.document
     path = write_document(document, plan.output or default_output(document, plan.started), plan.started)
     if document.get("points"):
-        console = plain_console()
-        console.print(points_table(document))
+        console, table = plain_console(), points_table(document)
+        if not console.is_terminal:  # whole lines, for files and logs
+            console.width = max(console.width, console.measure(table).maximum)
+        console.print(table)
         for line in notes(document):
             console.print(line)
         sys.stdout.flush()
@@ -70,13 +72,14 @@ def default_output(document: Mapping[str, Any], started: float) -> str:
 
 def points_table(document: Mapping[str, Any]) -> Table:
     """One line a point: medians of the stages, the largest floor, and the fastest peers."""
-    table = Table(box=None, pad_edge=False, header_style="", title_justify="left")
-    for name in ("B x keys", "heads", "L2", *(stage.replace("_", " ") for stage in STAGES), "floor", "x floor"):
+    shown = [stage for stage in STAGES if any(stage in point["stages"] for point in document["points"])]
+    table = Table(box=None, pad_edge=False, header_style="")
+    for name in ("B x keys", "heads", "L2", *(stage.replace("_", " ") for stage in shown), "floor", "x floor"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("best public peer", "best own peer"):
         table.add_column(name, no_wrap=True)
     for point in document["points"]:
-        stages = [_number(summary.median(point, stage)) for stage in STAGES]
+        stages = [_number(summary.median(point, stage)) for stage in shown]
         floor = summary.largest_floor(point)
         decode = summary.median(point, "sparse_decode")
         over = f"{decode / floor[1]:.1f}" if floor and decode else ""

@@ -1,11 +1,13 @@
 """DCP ranks on one GPU, for timing: whatever another rank would push is in the mailboxes before the kernels start.
 
-*solo*: one rank runs; every layer of a graph has a mailbox region of its own, the peers' regions only take what is
-pushed to them. *loopback*: all ranks run, stage by stage, and every layer has all their regions.
+*solo*: one rank runs, on several mailbox regions; the peers' regions only take what is pushed to them. *loopback*: all
+ranks run, stage by stage, and every copy has all their regions.
 
-Before every replay `prepare` lays the words of the sources that don't run here into the first generation of every
-region, arms the rest and sets the use counters. So each launch finds its words arrived, and re-arms them as in a step.
-Cold: L2 is evicted before that, so exchange words are in L2 as after a peer's push, while keys and row numbers are not.
+Before every replay `prepare` lays the words of the sources that don't run here into two generations of every region,
+arms the rest and sets the use counters. So each launch finds its words arrived, and re-arms them as in a step. A chain
+goes over the regions twice, first in one generation, then in the other; a stage alone, whose counter stands still, goes
+over them once. Cold: L2 is evicted before that, so exchange words are in L2 as after a peer's push, while keys and row
+numbers are not.
 """
 
 from __future__ import annotations
@@ -34,22 +36,28 @@ DEADLINE_NANOSECONDS = 200_000_000
 STAGES = ("query_push", "sparse_decode", "merge")
 
 
-def mailbox_bytes_a_layer(geometry: Geometry, batch: int) -> int:
-    """Bytes of one rank's region that a layer of B rows reads: query words, payload and LSE of one generation."""
+USED_GENERATIONS = 2  # that a chain goes through
+
+
+def region_bytes_in_use(geometry: Geometry, batch: int) -> int:
+    """Bytes of one rank's region that B rows go through: query words, payload and LSE of both generations."""
     query = batch * geometry.heads * numerics.ROW_BYTES
-    return query + geometry.dcp * batch * geometry.owner_heads * (2 * numerics.LATENT_DIM + 4)
+    return USED_GENERATIONS * (query + geometry.dcp * batch * geometry.owner_heads * (2 * numerics.LATENT_DIM + 4))
 
 
 @dataclass(frozen=True)
 class _Image:
-    """What `prepare` writes: control words [CONTROL_BYTES] and a section's first generation, for every local rank."""
+    """What `prepare` writes into every measuring rank's region: control words, and two generations of sections."""
 
     control: torch.Tensor
     sections: tuple[tuple[Section, torch.Tensor], ...]
 
 
 class BenchRanks:
-    """The measuring ranks of a problem: all of its geometry's (loopback) or SOLO_RANK (solo)."""
+    """The measuring ranks of a problem: all of its geometry's (loopback) or SOLO_RANK (solo).
+
+    A copy is one region of each; layer i uses copy i modulo their number, which is half that of the problem's layers.
+    """
 
     def __init__(self, problem: Problem, ranks: tuple[int, ...], eviction: L2Eviction) -> None:
         self.problem, self.ranks, self.eviction = problem, ranks, eviction
@@ -57,8 +65,9 @@ class BenchRanks:
         self.batch = problem.shape.batch
         self.layout = MailboxLayout(g)
         generator = torch.Generator(device="cuda").manual_seed(2)
-        self.regions = torch.empty(problem.layers, len(ranks), self.layout.nbytes, dtype=torch.uint8, device="cuda")
-        # One region each, for all layers, of the ranks that don't run here.
+        self.copies = problem.layers // USED_GENERATIONS
+        self.regions = torch.empty(self.copies, len(ranks), self.layout.nbytes, dtype=torch.uint8, device="cuda")
+        # One region each, for all copies, of the ranks that don't run here.
         others = set(range(g.dcp)) - set(ranks)
         self.sinks = {rank: torch.empty_like(self.regions[0, 0]) for rank in sorted(others)}
         self.mailboxes = self._mailboxes()
@@ -68,7 +77,7 @@ class BenchRanks:
         self.payload = torch.randn((*shape, 512), generator=generator, device="cuda").to(torch.bfloat16)
         self.lse_log2 = torch.randn(shape, generator=generator, device="cuda")
         self.merged = torch.empty(len(ranks), self.batch, g.owner_heads, 512, dtype=torch.bfloat16, device="cuda")
-        self.expired = torch.zeros(problem.layers, len(ranks), dtype=torch.int32, device="cuda")
+        self.expired = torch.zeros(self.copies, len(ranks), dtype=torch.int32, device="cuda")
         self._alone = self._image(set(range(g.dcp)), chain=False)
         self._chained = self._image(others, chain=True)
         self.regions.fill_(numerics.ARMED_BYTE)
@@ -79,6 +88,10 @@ class BenchRanks:
         """Gathered heads that a rank owns."""
         return slice(rank * self.geometry.owner_heads, (rank + 1) * self.geometry.owner_heads)
 
+    def mailboxes_of(self, layer: int) -> list[Mailbox]:
+        """Those of the measuring ranks in the copy that a layer uses."""
+        return self.mailboxes[layer % self.copies]
+
     def stages(self, config: SparseConfig) -> dict[str, Callable[[int], None]]:
         """Launches of layer i by stage, of all measuring ranks, in stream order; `config.pdl` holds for all stages."""
         g, b, problem = self.geometry, self.batch, self.problem
@@ -87,18 +100,18 @@ class BenchRanks:
         value = compile_value(ValueConfig(g, b, config.push, config.pdl))
 
         def query_push(layer: int) -> None:
-            for index, mailbox in enumerate(self.mailboxes[layer]):
+            for index, mailbox in enumerate(self.mailboxes_of(layer)):
                 run_query(query, mailbox, self.query[index], current_stream())
 
         def sparse_decode(layer: int) -> None:
-            for index, mailbox in enumerate(self.mailboxes[layer]):
+            for index, mailbox in enumerate(self.mailboxes_of(layer)):
                 run_sparse(
                     sparse, mailbox, problem.caches.e4m3, problem.rows_of(layer, index), problem.valid, None, None,
                     DEADLINE_NANOSECONDS, current_stream(),
                 )  # fmt: skip
 
         def merge(layer: int) -> None:
-            for index, mailbox in enumerate(self.mailboxes[layer]):
+            for index, mailbox in enumerate(self.mailboxes_of(layer)):
                 run_value(value, mailbox, self.merged[index], DEADLINE_NANOSECONDS, current_stream())
 
         return dict(zip(STAGES, (query_push, sparse_decode, merge), strict=True))
@@ -111,7 +124,7 @@ class BenchRanks:
             for launch in stages.values():
                 launch(layer)
 
-        alone = [Subject(name, launch, self.prepare_alone) for name, launch in stages.items()]
+        alone = [Subject(name, launch, self.prepare_alone, self.copies) for name, launch in stages.items()]
         return [*alone, Subject("chain", chain, self.prepare_chain)]
 
     def prepare_alone(self) -> None:
@@ -161,15 +174,20 @@ class BenchRanks:
                 image[index, offset : offset + 4].view(torch.int32).fill_(-1)
             for source in present:
                 heads = self.own_heads(source)
-                self.layout.query.view(image[index])[0, :b, heads] = self.problem.query_bytes[:, heads]
-                self.layout.payload.view(image[index])[0, source, :b] = self.payload[index, source]
-                self.layout.lse_log2.view(image[index])[0, source, :b] = self.lse_log2[index, source]
+                used = slice(USED_GENERATIONS)
+                self.layout.query.view(image[index])[used, :b, heads] = self.problem.query_bytes[:, heads]
+                self.layout.payload.view(image[index])[used, source, :b] = self.payload[index, source]
+                self.layout.lse_log2.view(image[index])[used, source, :b] = self.lse_log2[index, source]
+
+        def used_part(section: Section) -> torch.Tensor:
+            nbytes = section.nbytes // g.generations * USED_GENERATIONS
+            return image[:, section.offset : section.offset + nbytes].clone()
+
         sections = (self.layout.query, self.layout.payload, self.layout.lse_log2)
-        first = [(one, image[:, one.offset : one.offset + one.nbytes // g.generations].clone()) for one in sections]
-        return _Image(image[:, :CONTROL_BYTES].clone(), tuple(first))
+        return _Image(image[:, :CONTROL_BYTES].clone(), tuple((one, used_part(one)) for one in sections))
 
     def _mailboxes(self) -> list[list[Mailbox]]:
-        """By layer and measuring rank."""
+        """By copy and measuring rank."""
         mailboxes = []
         for own in self.regions:
             by_rank = self.sinks | dict(zip(self.ranks, own, strict=True))

@@ -31,12 +31,13 @@ SHORT_PART = 4  # the short graph has a fourth of the long one's layers
 class Subject:
     """What is timed. launch: enqueue layer i. prepare: enqueue what must be in place before layers run (not timed).
 
-    Both enqueue on the current stream.
+    Both enqueue on the current stream. layers: of the long graph; None: the stopwatch's.
     """
 
     name: str
     launch: Callable[[int], None]
     prepare: Callable[[], None] = lambda: None
+    layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Series:
         return stage_statistics(self.layer * 1e-6)
 
 
+def graph_lengths(layers: int) -> tuple[int, int]:
+    """Layers of the short and of the long graph (at least two)."""
+    return max(1, layers // SHORT_PART), layers
+
+
 def layer_series(short: np.ndarray, long: np.ndarray, lengths: tuple[int, int]) -> Series:
     """Microseconds of whole replays [rounds] of both graphs, of `lengths` layers, as a `Series`."""
     return Series((long - np.median(short)) / (lengths[1] - lengths[0]), long)
@@ -64,7 +70,7 @@ class Stopwatch:
     """Graphs of `layers` layers, and of a fourth of that, on one stream of the current CUDA device."""
 
     def __init__(self, layers: int) -> None:
-        self.lengths = (max(1, layers // SHORT_PART), layers)
+        self.layers = layers
         self.stream = torch.cuda.Stream()
 
     def measure(self, subjects: Sequence[Subject], samples: int, seed: int) -> dict[str, Series]:
@@ -72,7 +78,7 @@ class Stopwatch:
         replays = [
             (subject, self._capture(subject, length), which)
             for subject in subjects
-            for which, length in enumerate(self.lengths)
+            for which, length in enumerate(graph_lengths(subject.layers or self.layers))
         ]
         times = {subject.name: np.empty((2, samples)) for subject in subjects}
         order = random.Random(seed)
@@ -85,7 +91,12 @@ class Stopwatch:
             if sample >= 0:
                 for name, which, begin, end in events:
                     times[name][which, sample] = begin.elapsed_time(end) * 1e3
-        return {name: layer_series(both[0], both[1], self.lengths) for name, both in times.items()}
+
+        def series(subject: Subject) -> Series:
+            short, long = times[subject.name]
+            return layer_series(short, long, graph_lengths(subject.layers or self.layers))
+
+        return {subject.name: series(subject) for subject in subjects}
 
     def _capture(self, subject: Subject, length: int) -> torch.cuda.CUDAGraph:
         with torch.cuda.stream(self.stream):

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import torch
 
 from dcp_decode.checkpoint.ranks import BenchRanks
+from dcp_decode.checkpoint.timing import Subject
 
 
 class PeerSkipped(Exception):
@@ -38,7 +39,7 @@ class Candidate:
     """One way to run a peer at a point. launch: enqueue layer i on the current stream.
 
     outputs: rows [B, >= heads, 512] and LSE [B, >= heads] of the latest launch. heads_padded_to: head rows it computes.
-    prepare: what must be enqueued before a graph's replay.
+    prepare: what must be enqueued before a graph's replay. layers: of a graph, None: as many as a chain has.
     """
 
     label: str
@@ -46,6 +47,11 @@ class Candidate:
     outputs: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     heads_padded_to: int
     prepare: Callable[[], None]
+    layers: int | None = None
+
+    def subject(self, name: str) -> Subject:
+        """As it is timed."""
+        return Subject(name, self.launch, self.prepare, self.layers)
 
 
 class Peer(Protocol):

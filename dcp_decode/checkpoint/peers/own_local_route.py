@@ -30,8 +30,8 @@ class OwnLocalRoute:
 
         def launch(layer: int) -> None:
             run_sparse(
-                kernel, ranks.mailboxes[layer][0], problem.caches.e4m3, problem.rows_of(layer), problem.valid,
+                kernel, ranks.mailboxes_of(layer)[0], problem.caches.e4m3, problem.rows_of(layer), problem.valid,
                 latent, lse_ln, DEADLINE_NANOSECONDS, current_stream(),
             )  # fmt: skip
 
-        return [Candidate("", launch, lambda: (latent, lse_ln), g.heads, ranks.prepare_alone)]
+        return [Candidate("", launch, lambda: (latent, lse_ln), g.heads, ranks.prepare_alone, ranks.copies)]
