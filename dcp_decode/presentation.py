@@ -96,6 +96,7 @@ def _table(document: Mapping[str, Any]) -> Table:
         table.add_row("replayed steps", _execution(document["execution"]))
     for stage, times in document["stages"].items():
         table.add_row(stage.replace("_", " "), _times(times))
+    table.add_row("stage times", document["stage_clock"])
     table.add_row("verified", _verdict(document))
     table.add_row("digest", document["digest"])
     return table
