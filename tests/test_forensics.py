@@ -17,7 +17,7 @@ import pytest
 import torch
 from launch_stub import report
 
-from dcp_decode import numerics
+from dcp_decode import numerics, rank_process
 from dcp_decode.cli import run_command
 from dcp_decode.config import load_config
 from dcp_decode.control.plane import ControlPlane
@@ -373,6 +373,24 @@ def test_a_changed_bit_is_noticed(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(BadArchive):
         read(path)
+
+
+def test_evidence_that_fails_hides_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a defect of the recorder")
+
+    def body(control: ControlPlane) -> Any:
+        raise KeyError("the failure")
+
+    monkeypatch.setattr(rank_process.black_box, "collect", broken)
+    record = rank_process.RankProcess(0, tmp_path).run(SoloControlPlane, body)
+    assert (record.outcome, record.error) == ("crashed", "KeyError: 'the failure'")
+    assert read_records(tmp_path) == {0: record}
+    assert capsys.readouterr().err == (
+        "forensics: rank 0 could not say everything: RuntimeError('a defect of the recorder')\n"
+    )
 
 
 def test_a_fatal_signal_leaves_its_stack(tmp_path: Path) -> None:
