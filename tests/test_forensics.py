@@ -252,6 +252,24 @@ def test_the_least_advanced_wait_is_the_first(tmp_path: Path) -> None:
     assert (diagnosis.kind, diagnosis.rank) == ("late rank", 1)
 
 
+def test_of_equal_waits_the_one_with_an_explanation_is_the_first(tmp_path: Path) -> None:
+    other = Wait("MERGE", 1, 0, 0, 2, 5, 4, numerics.ARMED_WORD, 0, 1)  # rank 1 waits for rank 0 at the same place
+    waited = [record_of(0, **EXPIRED), record_of(1, expired_waits=[other.as_dict()])]
+    torn = MailboxEvidence(**mailbox_with(TORN)[0].model_dump() | {"rank": 1})
+    slots = [slot.model_copy(update={"source": 0}) for slot in torn.slots]
+    evidence = [evidence_of(0), evidence_of(1, mailboxes=(torn.model_copy(update={"slots": tuple(slots)}),))]
+    diagnosis = diagnose(read(pack(tmp_path, waited, evidence)))
+    assert (diagnosis.kind, diagnosis.rank) == ("lost words", 0)
+
+
+def test_a_process_that_nobody_saw_is_not_said_to_live(tmp_path: Path) -> None:
+    elsewhere = {1: PeerProcess(hostname="another", process_id=101, state=None)}
+    told = [record_of(0, **EXPIRED), record_of(1, **TOLD)]
+    diagnosis = diagnose(read(pack(tmp_path, told, [evidence_of(0, processes=elsewhere)])))
+    assert (diagnosis.kind, diagnosis.rank) == ("late rank", 1)
+    assert "nobody saw its process, and it had not pushed" in diagnosis.sentence
+
+
 def test_nothing_is_kept_of_a_run_that_verified(tmp_path: Path) -> None:
     left = tmp_path / "records"
     left.mkdir()

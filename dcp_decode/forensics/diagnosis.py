@@ -7,7 +7,7 @@ and because its own account is of a later moment:
     stopped rank   its process was seen stopped
     dead rank      its process was seen gone
     lost words     it had pushed the use (its counters have moved past it), or a part of the row is there
-    late rank      none of these: it lived, and had not pushed
+    late rank      none of these: as far as was seen it lived, and had not pushed
 
 A rank without a record was killed, but only after the fact if a peer saw it alive or stopped when its wait expired.
 """
@@ -56,9 +56,12 @@ def diagnose(case: Case) -> Diagnosis:
     for rank in range(case.processes):
         if rank not in case.records and states.get(rank, "gone") == "gone":
             return _death(case, rank, False, f"its process{_process(case, rank)} ended without a record")
-    wait = next(iter(waits(case)), None)
-    if wait is not None:
-        return _of_wait(case, wait, states.get(wait.source_rank, ""))
+    found = waits(case)
+    # Of waits at one place, one that has an explanation of its own is the cause of those that have none.
+    first = [wait for wait in found if _advance(wait) == _advance(found[0])]
+    candidates = [_of_wait(case, wait, states.get(wait.source_rank)) for wait in first]
+    if candidates:
+        return next((one for one in candidates if one.kind != "late rank"), candidates[0])
     return Diagnosis("told to stop", None, "the ranks were told to stop (SIGTERM), and none waited for another")
 
 
@@ -70,9 +73,7 @@ def waits(case: Case) -> list[ExpiredWait]:
         reports += [words.report for words in evidence.peers.values()]  # of ranks that could not say it themselves
         found += [*evidence.waits, *(report for report in reports if report is not None)]
     unique = {(wait.waiting_rank, wait.source_rank, str(wait)): wait for wait in found}
-    return sorted(
-        unique.values(), key=lambda wait: (wait_advance(wait.model_dump()), wait.waiting_rank, wait.source_rank)
-    )
+    return sorted(unique.values(), key=lambda wait: (_advance(wait), wait.waiting_rank, wait.source_rank))
 
 
 def states_seen(case: Case) -> dict[int, str]:
@@ -112,16 +113,21 @@ def torn_rows(case: Case, rank: int) -> list[tuple[str, int, int, TornRow]]:
     ]
 
 
+def _advance(wait: ExpiredWait) -> tuple[float, float]:
+    return wait_advance(wait.model_dump())
+
+
 def _death(case: Case, rank: int, crashed: bool, error: str) -> Diagnosis:
     details = [*_stack(case, rank), *_whereabouts(case, rank)]
     return Diagnosis("crashed rank" if crashed else "dead rank", rank, f"rank {rank} died: {error}", tuple(details))
 
 
-def _of_wait(case: Case, wait: ExpiredWait, state: str) -> Diagnosis:
+def _of_wait(case: Case, wait: ExpiredWait, state: str | None) -> Diagnosis:
+    """state: of the source's process, None if nobody saw it (on another host)."""
     source = wait.source_rank
     mailbox, torn = _torn_row(case, wait)
     kind: Kind
-    if state.startswith(("T", "t")):
+    if state is not None and state.startswith(("T", "t")):
         kind, found = "stopped rank", f"rank {source} was stopped, its process in state {state}"
     elif state == "gone":
         kind, found = "dead rank", f"rank {source} died, its process was gone"
@@ -135,7 +141,8 @@ def _of_wait(case: Case, wait: ExpiredWait, state: str) -> Diagnosis:
     elif _has_pushed(case, wait):
         kind, found = "lost words", f"words of rank {source} were lost: it had pushed, yet none of the row arrived"
     else:
-        kind, found = "late rank", f"rank {source} was late: it lived, and had not pushed"
+        lived = "nobody saw its process" if state is None else "its process lived"
+        kind, found = "late rank", f"rank {source} was late: {lived}, and it had not pushed"
     sentence = f"{found}; rank {wait.waiting_rank} waited for it ({wait})"
     return Diagnosis(kind, source, sentence, (*_whereabouts(case, source), *_stack(case, source)))
 
