@@ -26,6 +26,8 @@ from dcp_decode.workload import (
     token_words,
 )
 
+TOKEN_PURPOSES = (Purpose.KEY, Purpose.HEAVY, Purpose.QUERY)  # the first ones: they have a word for each token
+
 
 @dataclass(frozen=True)
 class BatchRows:
@@ -49,24 +51,27 @@ class BatchWorkload:
         self.workload = workload
         self.layers = layers
         self.rows = rows
-        self._layer = torch.arange(layers, dtype=torch.int64, device=rows.request.device)[:, None]  # (layers, 1)
-        epoch = rows.position // EPOCH_TOKENS
-        self._popularity = self._streams(Purpose.HEAVY)
-        self._epoch = self._streams(Purpose.EPOCH, epoch)
-        self._noise = self._streams(Purpose.NOISE, rows.position, rows.salt)
-        self._pattern = make_words(self._streams(Purpose.PATTERN).view(-1))[:, :PATTERN_WORDS]  # (layers * B, 8)
+        device = rows.request.device
+        layer = torch.arange(layers, dtype=torch.int64, device=device)[:, None]
+        # Purposes together, for few launches: (purposes, layers, B), in the order of `Purpose`.
+        streams = hashed_words(workload.purpose_states(device)[:, None, None], layer, rows.request)
+        stream = dict(zip(Purpose, streams, strict=True))
+        self._popularity = stream[Purpose.HEAVY]
+        self._epoch = hashed_words(stream[Purpose.EPOCH], rows.position // EPOCH_TOKENS)
+        self._noise = hashed_words(stream[Purpose.NOISE], rows.position, rows.salt)
+        self._pattern = make_words(stream[Purpose.PATTERN].reshape(-1))[:, :PATTERN_WORDS]  # (layers * B, 8)
+        words = token_words(streams[: len(TOKEN_PURPOSES)], rows.position, rows.salt)
+        self._token_words = dict(zip(TOKEN_PURPOSES, words.flatten(1), strict=True))  # (layers * B) each
 
     def keys(self) -> torch.Tensor:
         """The rows' own keys as E4M3 bytes: uint8 [layers, B, 576]."""
-        words = self._token_words(self._streams(Purpose.KEY))
-        heavy = is_heavy(self._token_words(self._popularity))
-        encoded = self.workload.encode_keys(words.view(-1), heavy.view(-1), self._pattern)
+        heavy = is_heavy(self._token_words[Purpose.HEAVY])
+        encoded = self.workload.encode_keys(self._token_words[Purpose.KEY], heavy, self._pattern)
         return encoded.view(self.layers, len(self.rows), -1)
 
     def queries(self, heads: range) -> torch.Tensor:
         """BF16 [layers, B, len(heads), 576] of gathered head numbers `heads`."""
-        words = self._token_words(self._streams(Purpose.QUERY))
-        made = self.workload.make_queries(words.view(-1), self._pattern, heads)
+        made = self.workload.make_queries(self._token_words[Purpose.QUERY], self._pattern, heads)
         return made.view(self.layers, len(self.rows), *made.shape[1:])
 
     def index_scores(self, layers: slice, positions: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
@@ -85,10 +90,3 @@ class BatchWorkload:
             self.rows.position[:, None],
             positions,
         )
-
-    def _streams(self, purpose: Purpose, *names: torch.Tensor) -> torch.Tensor:
-        """int64 [layers, B]: the start of each (layer, row)'s stream of a purpose."""
-        return hashed_words(self.workload.seed, purpose, self._layer, self.rows.request, *names)
-
-    def _token_words(self, streams: torch.Tensor) -> torch.Tensor:
-        return token_words(streams, self.rows.position, self.rows.salt)

@@ -113,7 +113,8 @@ class DeviceBatch:
     them. queries: BF16 [layers, R, B, H, 576]. Local top-k of every rank and row, in ascending position order: keys
     int64 [layers, R, B, K], flat int32 (cache rows) and positions int32, any value where a key is absent.
     selected_rows, selected_positions: int32 [layers, R * B * K + 1], -1 until a layer selects; the last one is spare.
-    valid: int32 [layers, R, B].
+    valid: int32 [layers, R, B]. before_first: int64 [R, B, 1], the place before a row's first in a layer of those, and
+    spare_place: int64 [], the place of their spare one.
     """
 
     size: int
@@ -126,6 +127,8 @@ class DeviceBatch:
     selected_rows: torch.Tensor
     selected_positions: torch.Tensor
     valid: torch.Tensor
+    before_first: torch.Tensor
+    spare_place: torch.Tensor
 
     def selection(self, layer: int, index: int) -> Selection:
         """What local rank number `index` selects in a layer: views, filled by `DeviceGroup.select`."""
@@ -182,7 +185,7 @@ class DeviceGroup:
         values = self.workload.decode_keys(workload.keys())  # (layers, B, 576) BF16
         queries = workload.queries(self._heads).view(layers, shape.rows, ranks, geometry.owner_heads, -1)
         keys, flat, positions = self._candidates(shape, workload, tables)
-        spare_last = (layers, ranks * shape.rows * geometry.topk + 1)
+        places = ranks * shape.rows * geometry.topk
         return DeviceBatch(
             size=shape.rows,
             encoded=numerics.quantize_e4m3(values, geometry.k_scale).repeat(1, ranks, 1),
@@ -191,9 +194,11 @@ class DeviceGroup:
             keys=keys,
             flat=flat,
             positions=positions,
-            selected_rows=torch.full(spare_last, -1, dtype=torch.int32, device=self.device),
-            selected_positions=torch.full(spare_last, -1, dtype=torch.int32, device=self.device),
+            selected_rows=torch.full((layers, places + 1), -1, dtype=torch.int32, device=self.device),
+            selected_positions=torch.full((layers, places + 1), -1, dtype=torch.int32, device=self.device),
             valid=torch.empty(layers, ranks, shape.rows, dtype=torch.int32, device=self.device),
+            before_first=torch.arange(-1, places - 1, geometry.topk, device=self.device).view(ranks, shape.rows, 1),
+            spare_place=torch.full((), places, device=self.device),
         )
 
     def receive(self, lists: torch.Tensor, layer: int, batch: DeviceBatch) -> None:
@@ -209,8 +214,7 @@ class DeviceGroup:
         together = received.transpose(1, 2).reshape(ranks, rows, dcp * width)
         selected = batch.keys[layer] >= topk.selection_border(together, width)
         counts = selected.cumsum(-1)
-        before_first = torch.arange(ranks * rows, device=self.device).mul_(width).sub_(1).view(ranks, rows, 1)
-        places = (counts + before_first).masked_fill_(~selected, ranks * rows * width).view(-1)
+        places = torch.where(selected, counts + batch.before_first, batch.spare_place).view(-1)
         batch.selected_rows[layer].scatter_(0, places, batch.flat[layer].view(-1))
         batch.selected_positions[layer].scatter_(0, places, batch.positions[layer].view(-1))
         batch.valid[layer].copy_(counts[..., -1])

@@ -85,7 +85,8 @@ class Workload:
         values = normal_quantiles()
         # 512 entries: plain keys, then heavy keys (twice the value, saturating): one look-up serves both.
         keys = numerics.quantize_e4m3(torch.cat((values, 2 * values)), geometry.k_scale)
-        self._tables = {torch.device("cpu"): (keys, values.to(torch.bfloat16))}
+        states = torch.tensor([_signed(hashed_word(seed, purpose)) for purpose in Purpose])
+        self._tables = {torch.device("cpu"): (keys, values.to(torch.bfloat16), states)}
 
     def key_bytes(self, layer: int, request: int, positions: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
         """E4M3 bytes (uint8 [n, 576], never NaN) of the keys at `positions`, `salts` (int64 [n])."""
@@ -99,7 +100,7 @@ class Workload:
         pattern: int64 [8] of all keys, or [n, 8], one each.
         """
         device = row_words.device
-        key_table, _ = self._device_tables(device)
+        key_table, _, _ = self._device_tables(device)
         result = torch.empty((len(row_words), numerics.ROW_BYTES), dtype=torch.uint8, device=device)
         # A GPU is faster with few large launches, a CPU with words that never leave the cache.
         chunk = ROWS_A_CHUNK if device.type == "cpu" else max(1, len(row_words))
@@ -140,7 +141,7 @@ class Workload:
     def make_queries(self, row_words: torch.Tensor, pattern: torch.Tensor, heads: range) -> torch.Tensor:
         """BF16 [n, len(heads), 576] of tokens by their words of stream QUERY (int64 [n]) and patterns int64 [n, 8]."""
         device = row_words.device
-        _, query_table = self._device_tables(device)
+        _, query_table, _ = self._device_tables(device)
         head_numbers = torch.arange(heads.start, heads.stop, heads.step, dtype=torch.int64, device=device)
         head_words = mix(row_words[:, None] + head_numbers * _signed(_HEAD_STEP))  # (n, heads)
         words = make_words(head_words.view(-1)).view(*head_words.shape, WORDS)
@@ -173,6 +174,10 @@ class Workload:
             positions,
         )
 
+    def purpose_states(self, device: torch.device) -> torch.Tensor:
+        """int64 [len(Purpose)] on `device`: where `hashed_words` begins for each purpose, in their order."""
+        return self._device_tables(device)[2]
+
     def _heavy(self, layer: int, request: int, positions: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
         """bool [n]: the keys that index scores may favour, and whose rows stand out."""
         return is_heavy(token_words(self._stream(Purpose.HEAVY, layer, request), positions, salts))
@@ -186,11 +191,11 @@ class Workload:
         """Signed 64-bit start of the stream of (seed, purpose, names)."""
         return _signed(hashed_word(self.seed, purpose, *names))
 
-    def _device_tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(uint8 [512] key bytes, bf16 [256] query values) on `device`, copied there once."""
+    def _device_tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(uint8 [512] key bytes, bf16 [256] query values, `purpose_states`) on `device`, copied there once."""
         if device not in self._tables:
-            keys, values = self._tables[torch.device("cpu")]
-            self._tables[device] = (keys.to(device), values.to(device))
+            keys, values, states = self._tables[torch.device("cpu")]
+            self._tables[device] = (keys.to(device), values.to(device), states.to(device))
         return self._tables[device]
 
 
@@ -202,12 +207,13 @@ def hashed_word(seed: int, purpose: Purpose, *names: int) -> int:
     return state
 
 
-def hashed_words(seed: int, purpose: Purpose, *names: torch.Tensor) -> torch.Tensor:
-    """The int64 bits of `hashed_word`, elementwise over broadcast int64 names (at least one)."""
-    start = _signed(hashed_word(seed, purpose))
-    state = mix((names[0] + 1) * _signed(_WORD_STEP) + start)
-    for name in names[1:]:
-        state = mix(state + (name + 1) * _signed(_WORD_STEP))
+def hashed_words(state: torch.Tensor, *names: torch.Tensor) -> torch.Tensor:
+    """The int64 bits of `hashed_word`, elementwise over broadcast int64 names.
+
+    state: int64, what the names before these have made: at first one of `Workload.purpose_states`.
+    """
+    for name in names:
+        state = mix((name + 1) * _signed(_WORD_STEP) + state)
     return state
 
 

@@ -27,7 +27,8 @@ def workload() -> Workload:
 
 def test_streams_have_the_bits_of_the_host_hash():
     names = torch.tensor([0, 1, 255, 2**40])
-    made = hashed_words(9, Purpose.NOISE, names, names + 3)
+    state = Workload(9, GEOMETRY).purpose_states(torch.device("cpu"))[Purpose.NOISE - 1]
+    made = hashed_words(state, names, names + 3)
     for name, word in zip(names.tolist(), made.tolist(), strict=True):
         assert word % 2**64 == hashed_word(9, Purpose.NOISE, name, name + 3)
 
