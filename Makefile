@@ -25,7 +25,7 @@ check: $(INSTALLED)
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
-	$(VENV)/shellcheck launch/*.sh .ci/run
+	$(VENV)/shellcheck launch/*.sh launch/*.sbatch .ci/run
 
 protocol: $(INSTALLED)
 	$(VENV)/python -m dcp_decode.protocol --json results/protocol.json

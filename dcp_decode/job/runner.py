@@ -160,8 +160,11 @@ def contract_code(stage: Stage, exit_code: int) -> int:
 
 
 def first_error(log: str) -> str:
-    """The line that says what went wrong: of this package's commands, or of pytest; the last line otherwise."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    """The line that says what went wrong: of this package's commands, or of pytest, else the last one.
+
+    A document's path, with which commands end, doesn't count.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not line.strip().endswith(".json")]
     for start in ("error: ", "FAILED ", "ERROR "):
         for line in lines:
             if line.startswith(start):
