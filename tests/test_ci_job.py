@@ -1,0 +1,261 @@
+"""The cluster's CI job: red for the right reason with each injected fault, and what its stages and report do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT
+from dcp_decode.faults import FaultInjector, FaultPlan
+from dcp_decode.job import stages
+from dcp_decode.job.report import write_report
+from dcp_decode.job.runner import Outcome, differing_digest, first_error, run_stage
+from dcp_decode.job.stages import Settings, Stage
+
+pytestmark = pytest.mark.xdist_group("launch")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SMALL = """
+[model]
+heads = 16
+layers = 1
+topk = 16
+[parallel]
+dcp = 2
+[mailbox]
+capacity = 5
+deadline_seconds = 1.0
+"""
+HARDWARE = {"device": "cpu", "kind": "some-processor"}
+
+
+def run_job(artifacts: Path, *options: str) -> tuple[int, dict, dict[str, str]]:
+    """launch/ci_job.sh in a folder with a doctor's findings: exit code, document, and JUnit's failure of each stage."""
+    artifacts.mkdir(exist_ok=True)
+    (artifacts / "doctor.json").write_text(json.dumps(HARDWARE))
+    command = [str(REPOSITORY / "launch" / "ci_job.sh"), *options]
+    environment = os.environ | {"ARTIFACTS": str(artifacts)}
+    ended = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=240)
+    assert ended.stdout.splitlines()[-1] == str(artifacts / "job.json"), ended.stderr
+    failures = {
+        str(case.get("name")): case[0].get("message", "")
+        for case in ElementTree.parse(artifacts / "job.xml").iter("testcase")
+        if len(case) and case[0].tag == "failure"
+    }
+    return ended.returncode, json.loads((artifacts / "job.json").read_text()), failures
+
+
+@pytest.mark.parametrize(
+    ("fault", "exit_code", "error", "cause"),
+    [
+        ("hang", WAIT_EXPIRED, "mailbox wait expired after 1 s: rank 1 waited for rank 0 in MERGE", "lost words"),
+        ("wrong-bit", WRONG_RESULT, "step 1, layer 0, rank 1, ", "wrong data"),
+    ],
+)
+def test_red_with_an_injected_fault(fault: str, exit_code: int, error: str, cause: str, tmp_path: Path) -> None:
+    config = tmp_path / "small.toml"
+    config.write_text(SMALL)
+    artifacts = tmp_path / "artifacts"
+    ended, document, failures = run_job(artifacts, str(config), "--stages", "group", "--inject", fault)
+    assert ended == document["exit_code"] == exit_code
+    assert document["verdict"] == "red: group"
+    assert failures.keys() == {"group"}
+    assert failures["group"].startswith(error)
+    assert cause in document["explanations"]["group.forensics.tar.gz"].splitlines()[0]
+    page = (artifacts / "index.html").read_text()
+    assert "red: group" in page
+    assert "group.forensics.tar.gz" in page
+
+
+def checkpoint(path: Path, slowdown: float, seed: int) -> None:
+    """A checkpoint of a layer step beside its peer: 50 rounds, 10 % of noise each, 20 % in common."""
+    generator = np.random.default_rng(seed)
+    common, peer, step = np.exp(generator.normal(size=(3, 50)) * [[0.2], [0.1], [0.1]])
+    samples = {"layer_step": (3e5 * slowdown * common * step).tolist(), "peer:torch": (1.5e5 * common * peer).tolist()}
+    document = {
+        "schema": 1,
+        "command": "bench-cpu",
+        "device": {"name": "some processor", "architecture": "x86_64"},
+        "verified": None,
+        "distributions": [{"batch": 5, "samples_us": samples}],
+    }
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(("slowdown", "exit_code"), [(1.0, VERIFIED), (1.2, WRONG_RESULT)])
+def test_red_with_a_slowdown_of_20_percent(slowdown: float, exit_code: int, tmp_path: Path) -> None:
+    baselines = tmp_path / "baselines"
+    checkpoint(baselines / "some-processor.json", 1.0, seed=1)
+    checkpoint(tmp_path / "artifacts" / "checkpoint.json", slowdown, seed=2)
+    ended, document, failures = run_job(tmp_path / "artifacts", "--stages", "gate", "--baselines", str(baselines))
+    assert ended == exit_code, document
+    assert failures.keys() == (set() if slowdown == 1.0 else {"gate"})
+    if slowdown > 1:
+        assert "1 slower than 1.05 x" in failures["gate"]
+
+
+def test_a_slowdown_costs_its_share_of_cpu_time() -> None:
+    """What `bench-cpu --slowdown` injects, here with stages of 20 ms."""
+
+    def seconds_of_layers(slowdown: float) -> float:
+        injector = FaultInjector(FaultPlan(slowdown=slowdown), layers=1, route="push")
+        run = SimpleNamespace(state=SimpleNamespace(rank=0), layer=0)
+        started = time.process_time()
+        for stage in ("append", "query_push", "sparse_decode_push", "merge") * 2:
+            injector(run, stage)  # type: ignore[arg-type]
+            until = time.process_time() + 0.02
+            while time.process_time() < until:
+                pass
+        return time.process_time() - started
+
+    assert seconds_of_layers(0.0) == pytest.approx(0.16, rel=0.05)
+    assert seconds_of_layers(0.5) == pytest.approx(0.16 + 6 * 0.01, rel=0.05)  # no burning before a layer's first
+
+
+def settings(folder: Path, **given: object) -> Settings:
+    defaults = Settings("c.toml", folder, folder, "auto", folder / "baselines", 0.5, None)
+    return dataclasses.replace(defaults, **given)  # type: ignore[arg-type]
+
+
+def commands(found: list[Stage]) -> dict[str, str]:
+    return {stage.name: " ".join(stage.command) for stage in found}
+
+
+def test_stages_fit_the_device_and_the_node(tmp_path: Path) -> None:
+    on_cpu = stages.following(settings(tmp_path), "cpu", "cpu-2-cores")
+    assert ("doctor", *commands(on_cpu)) == stages.NAMES
+    assert "dcp_decode.checkpoint.cpu" in commands(on_cpu)["checkpoint"]
+    assert "tests/gpu" not in commands(on_cpu)["tests"]
+    assert "no " in on_cpu[-1].skip
+    assert f"commit this run's {tmp_path}/checkpoint.json there" in on_cpu[-1].skip
+    on_gpu = stages.following(settings(tmp_path, inject="slowdown"), "cuda", "nvidia-h200")
+    assert "checkpoint configs/latency_checkpoint.toml --quick" in commands(on_gpu)["checkpoint"]
+    assert "--slowdown 0.2" in commands(on_gpu)["checkpoint"]
+    assert "tests/gpu" in commands(on_gpu)["tests"]
+    assert "--inject" not in commands(on_gpu)["group"]
+    several = settings(tmp_path / "node-1", shared=tmp_path, nodes=2, node=1)
+    assert list(commands(stages.following(several, "", ""))) == ["group"]
+    assert commands([stages.doctor(several)])["doctor"].startswith(f"{REPOSITORY}/launch/torchrun.sh doctor")
+    assert stages.doctor(several).environment == {"DCP_DECODE_RECORDS": f"{tmp_path}/records-doctor"}
+    for test in stages.INTEGRATION_TESTS + stages.GPU_TESTS:
+        assert (REPOSITORY / test).is_file()
+
+
+def python(code: str, name: str = "stage", limit: float = 30.0) -> Stage:
+    return Stage(name, (sys.executable, "-c", code), limit)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "exit_code", "text"),
+    [
+        ("soak", "print('fine')", VERIFIED, ""),
+        ("soak", "import sys; print('error: a = 1: must be 2', file=sys.stderr); sys.exit(2)", 2, "a = 1: must be 2"),
+        ("soak", "print('last words'); print('x/y.json'); raise SystemExit(1)", WRONG_RESULT, "last words"),
+        ("soak", "import os; os.abort()", WAIT_EXPIRED, "$ "),
+        ("tests", "print('FAILED tests/a.py::b - no'); raise SystemExit(1)", 1, "FAILED tests/a.py::b - no"),
+        ("tests", "print('no tests ran'); raise SystemExit(5)", BAD_INPUT, "no tests ran"),
+    ],
+)
+def test_a_stage_ends_in_the_contract_s_terms(name: str, code: str, exit_code: int, text: str, tmp_path: Path) -> None:
+    outcome = run_stage(python(code, name), tmp_path)
+    assert outcome.exit_code == exit_code
+    assert outcome.text.startswith(text)
+    assert (tmp_path / f"{name}.log").read_text().startswith(f"$ {sys.executable} -c ")
+
+
+def test_a_stage_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    code = "import os, time; child = os.fork(); print(os.getpid(), child or os.getpid(), flush=True); time.sleep(60)"
+    started = time.monotonic()
+    outcome = run_stage(python(code, limit=1.0), tmp_path)
+    assert (outcome.exit_code, outcome.text) == (WAIT_EXPIRED, "stage stage took longer than 1 s")
+    assert time.monotonic() - started < 10
+    processes = {int(word) for line in (tmp_path / "stage.log").read_text().splitlines()[1:3] for word in line.split()}
+    time.sleep(0.2)
+    assert not any(Path(f"/proc/{process}/cmdline").is_file() and _runs(process) for process in processes)
+
+
+def _runs(process: int) -> bool:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_a_stopped_job_still_reports(tmp_path: Path) -> None:
+    command = [str(REPOSITORY / "launch" / "ci_job.sh"), "--stages", "soak gate", "--artifacts", str(tmp_path)]
+    (tmp_path / "doctor.json").write_text(json.dumps(HARDWARE))
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 30
+    while not (tmp_path / "soak.log").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == WAIT_EXPIRED
+    document = json.loads(Path(output.splitlines()[-1]).read_text())
+    results = [(stage["name"], stage["result"], stage["text"]) for stage in document["stages"]]
+    assert results == [
+        (name, result, "the job was told to stop") for name, result in (("soak", "failed"), ("gate", "skipped"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("digests", "text"), [(("a", "a"), ""), (("a", None), ""), (("a", "b"), "digest b, but stage group has a")]
+)
+def test_mpi_must_have_torchrun_s_digest(digests: tuple[str, str | None], text: str, tmp_path: Path) -> None:
+    for name, digest in zip(("group", "mpi"), digests, strict=True):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"digest": digest}))
+    mpi = next(stage for stage in stages.following(settings(tmp_path), "cpu", "") if stage.name == "mpi")
+    assert text in differing_digest(mpi, tmp_path)
+    assert bool(differing_digest(mpi, tmp_path)) is bool(text)
+
+
+def test_report_shows_every_kind_of_end_and_escapes(tmp_path: Path) -> None:
+    outcomes = [
+        Outcome("doctor", "d", VERIFIED, 1.0, "", "doctor.log"),
+        Outcome("group", "g", BAD_INPUT, 2.0, "<b> & 'c'", "group.log"),
+        Outcome("gate", "c", None, 0.0, "no baseline", None),
+    ]
+    document = json.loads(write_report(tmp_path, outcomes, BAD_INPUT).read_text())
+    assert [stage["result"] for stage in document["stages"]] == ["ok", "failed", "skipped"]
+    suite = ElementTree.parse(tmp_path / "job.xml").getroot()
+    assert [suite.get(key) for key in ("tests", "failures", "skipped")] == ["3", "1", "1"]
+    page = (tmp_path / "index.html").read_text()
+    assert "&lt;b&gt; &amp; &#39;c&#39;" in page
+    assert '<a href="group.log">group</a>' in page
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("a\nerror: first\nerror: second\n", "first"),
+        ("E assert\nFAILED tests/x.py::y\n1 failed\n", "FAILED tests/x.py::y"),
+        ("", "no output"),
+    ],
+)
+def test_first_error(log: str, line: str) -> None:
+    assert first_error(log) == line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--stages", "doctor party"], "error: --stages = 'party': must be among doctor, group, mpi, tests"),
+        (["--stages", "gate"], "doctor.json is missing or damaged: run the stage doctor too"),
+        (["--inject", "rain"], "'rain' is not one of 'hang', 'wrong-bit', 'slowdown'"),
+    ],
+)
+def test_bad_options_are_refused(options: list[str], message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dcp_decode", "ci-job", "--artifacts", str(tmp_path), *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert (ended.returncode, ended.stdout) == (BAD_INPUT, "")
+    assert message in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
