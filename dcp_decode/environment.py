@@ -17,6 +17,9 @@ PACKAGES = (
     "cuda-python",
     "mpi4py",
     "openmpi",
+    "triton",
+    "sgl-flash-mla",
+    "flashinfer-python",
 )
 ARCHIVAL = ".git_archival.txt"  # `git archive` writes the commit into it (.gitattributes)
 SMI_FIELDS = "name,driver_version,compute_cap,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem"
