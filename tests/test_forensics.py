@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -126,6 +127,25 @@ def test_a_black_box_is_read_once() -> None:
     assert [mailbox.rank for mailbox in last.mailboxes] == [0]
     assert last.problem is None
     assert last.versions["torch"] == torch.__version__
+
+
+def test_a_process_does_not_leave_while_its_black_box_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def read_slowly(layout: MailboxLayout, region: torch.Tensor, rank: int) -> MailboxEvidence:
+        begun.set()
+        time.sleep(0.2)
+        return read_mailbox(layout, region, rank)
+
+    monkeypatch.setattr(recorder, "read_mailbox", read_slowly)
+    box, written = BlackBox(), []
+    box.watch([armed_mailbox()])
+    told_to_stop = threading.Thread(target=box.collect, args=(0, None, "SIGTERM", None, written.append))
+    told_to_stop.start()
+    begun.wait(5)
+    box.collect(0, None, "the main thread's own failure", None, written.append)
+    assert [(one.reason, len(one.mailboxes)) for one in written] == [("SIGTERM", 0), ("SIGTERM", 1)]
+    told_to_stop.join()
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,15 @@ class BlackBox:
     def collect(
         self, rank: int, control: ControlPlane | None, reason: str, traceback: str | None, write: Write
     ) -> None:
-        """Write this process's evidence, at most twice; only the first call of a process does anything."""
+        """Write this process's evidence, in two goes. The first call of a process does it; a later one waits for it."""
         with self._lock:
-            if self._collected:
-                return
-            self._collected = True
+            if not self._collected:
+                self._collected = True
+                self._collect(rank, control, reason, traceback, write)
+
+    def _collect(
+        self, rank: int, control: ControlPlane | None, reason: str, traceback: str | None, write: Write
+    ) -> None:
         evidence = RankEvidence(
             rank=rank,
             process_id=os.getpid(),
