@@ -105,7 +105,11 @@ def _table(document: Mapping[str, Any]) -> Table:
 def _times(times: Mapping[str, float]) -> str:
     if not times["samples"]:
         return "not timed"
-    return f"p50 {times['p50_us']:.3g} us, p95 {times['p95_us']:.3g} us"
+    return f"p50 {_microseconds(times['p50_us'])}, p95 {_microseconds(times['p95_us'])}"
+
+
+def _microseconds(value: float) -> str:
+    return f"{value:.0f} us" if value >= 100 else f"{value:.1f} us"
 
 
 def _execution(execution: Mapping[str, Any]) -> str:
