@@ -18,7 +18,7 @@ from dcp_decode.regression.interval import Estimate, estimate_percentiles, inter
 ROUNDS = 40
 SEEDS = range(40)
 MICROSECONDS = {"query_push": 2.0, "sparse_decode": 5.0, "merge": 2.1, "chain": 9.0}
-BASELINES = {"peer:public": 17.0, "peer:triton_split_kv": 10.7, "floor:launch": 1.2}
+BASELINES = {"peer:own_local_route": 5.5, "peer:public": 17.0, "peer:triton_split_kv": 10.7, "floor:launch": 1.2}
 
 
 def measurement(seed: int, slower: dict[str, float] | None = None, noise: float = 0.02, drift: float = 0.01) -> dict:
@@ -113,6 +113,33 @@ def test_pairing_by_round_removes_what_a_round_shares() -> None:
     assert min(stage.detectable for stage in compare(base, new).stages) > 1.2
 
 
+def as_points(document: dict) -> dict:
+    """The same checkpoint in the form of contract section 7, with points that have no rounds besides."""
+
+    def timed(prefix: str) -> dict[str, dict]:
+        series = {name.removeprefix(prefix): rounds for name, rounds in samples(document).items() if prefix in name}
+        return {name: {"p50_us": 1.0, "rounds_us": rounds} for name, rounds in series.items()}
+
+    entry = document["distributions"][0]
+    point = {
+        **{key: entry[key] for key in ("batch", "heads", "keys", "l2", "variant")},
+        "stages": {name: {"p50_us": 1.0, "rounds_us": samples(document)[name]} for name in MICROSECONDS},
+        "peers": [{"name": name, "skipped": None} | timed for name, timed in timed("peer:").items()]
+        + [{"name": "absent", "skipped": "not installed", "p50_us": None}],
+        "floors": timed("floor:") | {"bytes": {"p50_us": 1.0}},
+    }
+    scaling = point | {"batch": 40, "stages": {"chain": {"p50_us": 1.0, "p95_us": 1.1, "samples": 9}}, "peers": []}
+    rest = {key: value for key, value in document.items() if key != "distributions"}
+    return rest | {"points": [point, scaling, scaling]}
+
+
+def test_points_with_rounds_say_the_same_as_distributions() -> None:
+    base, new = measurement(1), measurement(2, {"merge": 1.2})
+    comparison = compare(as_points(base), as_points(new))
+    assert comparison == compare(base, new)
+    assert slower_stages(comparison) == {"merge"}
+
+
 def run_document(seed: int, slower: dict[str, float] | None = None) -> dict:
     """A run's document: percentiles of the same times."""
     stages = {}
@@ -166,6 +193,10 @@ def no_stage(document: dict) -> None:
     del samples(document)["merge"]
 
 
+def no_baseline(document: dict) -> None:
+    del samples(document)["peer:triton_split_kv"]
+
+
 def few_rounds(document: dict) -> None:
     for rounds in samples(document).values():
         del rounds[3:]
@@ -191,9 +222,10 @@ def negative(document: dict) -> None:
         (other_device, "device.name: 'a GPU' in base, 'another GPU' in new"),
         (other_geometry, "geometry.heads: 96 in base, 64 in new"),
         (other_point, "batch=5 heads=96 keys=256 l2=cold is missing in new"),
-        (no_stage, "samples_us.merge is missing in new"),
-        (few_rounds, "samples_us.query_push in new has 3 rounds; at least 10 are needed"),
-        (uneven_rounds, "samples_us.merge in new has 39 rounds, floor:launch 40"),
+        (no_stage, "merge has no rounds in new"),
+        (no_baseline, "peer:triton_split_kv, the baseline of sparse_decode, has no rounds in new"),
+        (few_rounds, "query_push in new has 3 rounds; at least 10 are needed"),
+        (uneven_rounds, "merge in new has 39 rounds, floor:launch 40"),
         (negative, "distributions.0.samples_us.merge.7 = -1.0"),
     ],
 )

@@ -6,9 +6,10 @@
     undecided   the interval holds the limit: the noise hides whether it is one
     ok          the whole interval lies at or below the limit
 
-The baseline is measured in the same run, round by round: a peer (Triton's first) for the stages that decode, the launch
-floor for those that only push or merge; without one, absolute times are compared, and a note says so. The confidence
-holds for all verdicts together (Bonferroni), so a long table raises no more false alarms than a short one.
+The baseline is measured in the same run, round by round: the launch floor for the stages that only push or merge, a
+peer (Triton's first) for the others. Base decides which, and new must have it too. Without one, absolute times are
+compared, and a note says so. The confidence holds for all verdicts together (Bonferroni), so a long table raises no
+more false alarms than a short one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from dcp_decode.regression.interval import (
 CONFIDENCE = 0.99
 DEFAULT_LIMIT = 1.05
 LAUNCH_FLOOR = "floor:launch"
-PEER_STAGES = frozenset({"sparse_decode", "chain"})
+OWN_CODE = "peer:own"  # peers that share our kernels get slower with them
+FLOOR_STAGES = frozenset({"query_push", "merge"})  # little more than their launch
 PEER_PACKAGES = ("triton", "torch", "numpy")  # another version of these is another baseline
 
 Verdict = Literal["ok", "undecided", "slower"]
@@ -96,7 +98,7 @@ def compare_documents(base: Document, new: Document, limit: float, confidence: f
     ]
     pairs = list(_pairs(base, new, notes))
     if not pairs:
-        raise IncomparableInputs("neither distributions nor stages with times in base")
+        raise IncomparableInputs("neither points with rounds nor stages with times in base")
     each = 1 - (1 - confidence) / len(pairs)
     stages = tuple(_judge(pair, limit, each) for pair in pairs)
     return Comparison(limit, confidence, stages, tuple(dict.fromkeys(notes)))
@@ -140,17 +142,17 @@ def _require_same_setting(base: Document, new: Document) -> None:
 
 
 def _pairs(base: Document, new: Document, notes: list[str]) -> Iterator[_Pair]:
-    if base.distributions:
+    if base.measured():
         return _pairs_of_rounds(_by_name(base, "base"), _by_name(new, "new"), notes)
     return _pairs_of_percentiles(base.stages or {}, new.stages or {}, notes)
 
 
 def _by_name(document: Document, which: str) -> dict[str, Distribution]:
-    named = {entry.name: entry for entry in document.distributions}
-    if len(named) < len(document.distributions):
-        names = [entry.name for entry in document.distributions]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise IncomparableInputs(f"distributions: {twice} is there twice in {which}")
+    named: dict[str, Distribution] = {}
+    for entry in document.measured():
+        if entry.name in named:
+            raise IncomparableInputs(f"points: {entry.name} is there twice in {which}")
+        named[entry.name] = entry
     return named
 
 
@@ -160,14 +162,16 @@ def _pairs_of_rounds(
     notes += [f"{name}: only in new" for name in new.keys() - base.keys()]
     for name, in_base in base.items():
         if name not in new:
-            raise IncomparableInputs(f"distributions: {name} is missing in new")
+            raise IncomparableInputs(f"points: {name} is missing in new")
         in_new = new[name]
         for stage in in_base.stages:
             if stage not in in_new.stages:
-                raise IncomparableInputs(f"distributions: {name}: samples_us.{stage} is missing in new")
-            baseline = _baseline(stage, [series for series in in_base.baselines if series in in_new.baselines])
+                raise IncomparableInputs(f"points: {name}: {stage} has no rounds in new")
+            baseline = _baseline(stage, in_base)
             if baseline is None:
-                notes.append(f"{name}: {stage} has no baseline in both documents: absolute times")
+                notes.append(f"{name}: {stage} has no baseline: absolute times")
+            elif baseline not in in_new.baselines:
+                raise IncomparableInputs(f"points: {name}: {baseline}, the baseline of {stage}, has no rounds in new")
             old, latest = (
                 estimate_rounds(_rounds(entry, stage, baseline, which))
                 for entry, which in ((in_base, "base"), (in_new, "new"))
@@ -175,18 +179,19 @@ def _pairs_of_rounds(
             yield _Pair(name, stage, baseline, old, latest)
 
 
-def _baseline(stage: str, common: list[str]) -> str | None:
-    """The series that a stage is divided by, of those in both documents; None if there is none."""
-    peers = sorted((name for name in common if name.startswith("peer:")), key=lambda name: "triton" not in name.lower())
-    launch = [LAUNCH_FLOOR] if LAUNCH_FLOOR in common else []
-    wanted = peers[:1] + launch if stage in PEER_STAGES else launch + peers[:1]
+def _baseline(stage: str, base: Distribution) -> str | None:
+    """The series that a stage is divided by; None if there is none."""
+    peers = [name for name in base.baselines if name.startswith("peer:") and not name.startswith(OWN_CODE)]
+    peers.sort(key=lambda name: "triton" not in name.lower())
+    launch = [LAUNCH_FLOOR] if LAUNCH_FLOOR in base.baselines else []
+    wanted = launch + peers[:1] if stage in FLOOR_STAGES else peers[:1] + launch
     return wanted[0] if wanted else None
 
 
 def _rounds(entry: Distribution, stage: str, baseline: str | None, which: str) -> np.ndarray:
     """A stage's time over its baseline's, one a round."""
     rounds = entry.samples_us[stage]
-    where = f"distributions: {entry.name}: samples_us.{stage} in {which}"
+    where = f"points: {entry.name}: {stage} in {which}"
     if len(rounds) < LEAST_ROUNDS:
         raise IncomparableInputs(f"{where} has {len(rounds)} rounds; at least {LEAST_ROUNDS} are needed")
     if baseline is None:
@@ -201,7 +206,7 @@ def _rounds(entry: Distribution, stage: str, baseline: str | None, which: str) -
 def _pairs_of_percentiles(
     base: Mapping[str, Statistics], new: Mapping[str, Statistics], notes: list[str]
 ) -> Iterator[_Pair]:
-    notes.append("no distributions in base: absolute times, and their error from percentiles as if independent")
+    notes.append("no rounds in base: absolute times, and their error from percentiles as if independent")
     for stage, in_base in base.items():
         if in_base.p50_us is None:
             continue

@@ -1,8 +1,9 @@
 """What the regression gate reads of a results document (contract section 7), validated; everything else is ignored.
 
-A checkpoint's `distributions` hold the samples themselves, all series of an entry measured in the same rounds:
+Samples stand in one of two places, always one a round, all series of a point in the same order:
 
-    {"batch": 5, ..., "samples_us": {"merge": [...], "peer:triton_split_kv": [...], "floor:launch": [...]}}
+    points           stages, peers and floors with `rounds_us`, a median a round (a checkpoint on a GPU)
+    distributions    {"batch": 5, ..., "samples_us": {"layer_step": [...], "peer:torch": [...], "floor:launch": [...]}}
 
 A run has `stages` with percentiles only.
 """
@@ -18,6 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dcp_decode.errors import DcpDecodeError
 
 Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+# What names a point: the same in both documents. The variant is left out, since the best one may change.
+PLACE = {"batch", "heads", "keys", "l2", "mode", "route"}
 
 
 class IncomparableInputs(DcpDecodeError):
@@ -49,8 +54,8 @@ class Distribution(BaseModel):
 
     @property
     def name(self) -> str:
-        """What was measured; the variant is left out, since the best one may change."""
-        given = self.model_dump(exclude={"samples_us"}, exclude_none=True)
+        """What was measured."""
+        given = self.model_dump(include=PLACE, exclude_none=True)
         return " ".join(f"{key}={value}" for key, value in given.items()) or "point"
 
     @property
@@ -61,6 +66,42 @@ class Distribution(BaseModel):
     def baselines(self) -> list[str]:
         """Series of peers and floors."""
         return [name for name in self.samples_us if ":" in name]
+
+
+class Timed(Statistics):
+    """A stage, peer or floor of a point. rounds_us: empty where only statistics were kept."""
+
+    rounds_us: tuple[Microseconds, ...] = ()
+
+
+class Peer(Timed):
+    """Another implementation, timed at the same point."""
+
+    name: str
+
+
+class Point(BaseModel):
+    """One measured point of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True)
+
+    batch: int | None = None
+    heads: int | None = None
+    keys: int | None = None
+    l2: str | None = None
+    mode: str | None = None
+    route: str | None = None
+    stages: dict[str, Timed]
+    peers: tuple[Peer, ...] = ()
+    floors: dict[str, Timed] = {}
+
+    def distribution(self) -> Distribution | None:
+        """The point's rounds by series; None if it has none."""
+        stages = {name: timed.rounds_us for name, timed in self.stages.items() if timed.rounds_us}
+        peers = {f"peer:{peer.name}": peer.rounds_us for peer in self.peers if peer.rounds_us}
+        floors = {f"floor:{name}": floor.rounds_us for name, floor in self.floors.items() if floor.rounds_us}
+        place = self.model_dump(include=PLACE)
+        return Distribution(samples_us=stages | peers | floors, **place) if stages else None
 
 
 class Device(BaseModel):
@@ -86,7 +127,13 @@ class Document(BaseModel):
     verified: bool | None = None
     versions: dict[str, str] = {}
     distributions: tuple[Distribution, ...] = ()
+    points: tuple[Point, ...] = ()
     stages: dict[str, Statistics] | None = None
+
+    def measured(self) -> list[Distribution]:
+        """All points with samples."""
+        of_points = (point.distribution() for point in self.points)
+        return [*self.distributions, *(entry for entry in of_points if entry is not None)]
 
 
 def read_document(path: Path) -> Document:
