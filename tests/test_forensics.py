@@ -372,18 +372,18 @@ def test_any_damaged_field_is_one_clear_error_or_harmless(tmp_path: Path, capsys
     with tarfile.open(path, "r:gz") as archive:
         names = [name for name in archive.getnames() if name.endswith(".json")]
         documents = {name: json.loads(archive.extractfile(name).read()) for name in names}  # type: ignore[union-attr]
+    fields = [(name, keys) for name, document in documents.items() for keys in places(document)]
     refused = 0
-    for name, document in documents.items():
-        for keys in places(document):
-            for value in (None, "another"):
-                path.write_bytes(intact)
-                rewritten(path, {name: json.dumps(replaced(document, keys, value)).encode()})
-                code = run_command(["explain", str(path)])
-                captured = capsys.readouterr()
-                assert code in (VERIFIED, BAD_INPUT), (name, keys, value)
-                assert captured.err.count("\n") == (code == BAD_INPUT), (name, keys, value)
-                refused += code == BAD_INPUT
-    assert refused > 50
+    for number, (name, keys) in enumerate(fields):
+        path.write_bytes(intact)
+        damaged = replaced(documents[name], keys, (None, "another")[number % 2])
+        rewritten(path, {name: json.dumps(damaged).encode()})
+        code = run_command(["explain", str(path)])
+        errors = capsys.readouterr().err
+        assert code in (VERIFIED, BAD_INPUT), (name, keys)
+        assert errors.count("\n") == (code == BAD_INPUT), (name, keys, errors)
+        refused += code == BAD_INPUT
+    assert refused > len(fields) / 4
 
 
 def places(value: Any, keys: tuple = ()) -> Iterator[tuple]:
