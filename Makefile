@@ -13,7 +13,9 @@ PYTHON ?= $(shell for name in python3 python3.12 python3.11; do \
 VENV := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: run test check protocol soak bench-cpu test-gpu test-multigpu clean
+.PHONY: install run test check protocol soak bench-cpu test-gpu test-multigpu clean
+
+install: $(INSTALLED)
 
 run: $(INSTALLED)
 	$(VENV)/dcp-decode run $(CONFIG)
@@ -49,4 +51,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build artifacts *.egg-info .pytest_cache .mypy_cache .ruff_cache

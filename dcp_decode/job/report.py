@@ -29,7 +29,8 @@ PAGE = """<!doctype html>
   body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 64em; padding: 0 1em; color: #222 }
   table { border-collapse: collapse; width: 100% }
   th, td { text-align: left; vertical-align: top; padding: .3em .8em .3em 0; border-bottom: 1px solid #ddd }
-  code, pre { font: 13px/1.4 ui-monospace, monospace } pre { background: #f4f4f4; padding: .8em; overflow: auto }
+  td:nth-child(-n+3) { white-space: nowrap }
+  code, pre { font: 13px/1.4 ui-monospace, monospace } pre { background: #f4f4f4; padding: .8em; white-space: pre-wrap }
   .ok { color: #070 } .failed { color: #b00; font-weight: bold } .skipped { color: #777 }
 </style>
 <h1 class="{{ 'ok' if exit_code == 0 else 'failed' }}">{{ verdict }}</h1>
