@@ -59,7 +59,8 @@ class RunSummary:
 
 
 def account(summary: RankSummary, run: LayerRun[Batch] | LayerResult) -> None:
-    summary.digests.append(hashlib.sha256(run.merged.contiguous().view(torch.uint8).numpy().tobytes()).digest())
+    rows = run.merged.contiguous().view(torch.uint8).flatten()
+    summary.digests.append(hashlib.sha256(rows.numpy().data).digest())
     summary.keys += np.bincount(run.valid.numpy(), minlength=len(summary.keys))
     if isinstance(run, LayerResult):
         return  # stages of a graph replay have no times of their own

@@ -47,11 +47,15 @@ class WorstRow:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What one row attends to: key bytes uint8 [K, 576], source int64 [K] (-1 absent), positions int64, sorted."""
+    """What one row attends to: key bytes uint8 [K, 576] and source int64 [K] (-1 absent) where the oracle computes.
+
+    positions: int64, sorted, and owners: int64, the ranks that store them; on the host.
+    """
 
     keys: torch.Tensor
     source: torch.Tensor
     positions: torch.Tensor
+    owners: torch.Tensor
 
 
 class Verifier:
@@ -70,33 +74,51 @@ class Verifier:
         self._place = (-1, -1)
         self._attended: dict[VerifyRow, _Expected] = {}
 
-    def check(self, step: int, run: LayerRun[Batch] | LayerResult) -> None:
-        """Check every row of one rank's layer: its share of the selection exactly, its merged rows by their bounds."""
-        rank = run.rank
+    def check(self, step: int, runs: Sequence[LayerRun[Batch] | LayerResult]) -> None:
+        """Check every row of a layer of consecutive ranks: their shares of the selection exactly, the merged rows by
+        their bounds.
+        """
+        first, batch = runs[0], runs[0].batch
         at_once = ROWS_AT_ONCE[self.device.type]
-        for start in range(0, len(run.batch.rows), at_once):
-            rows = run.batch.rows[start : start + at_once]
-            place = f"step {step}, layer {run.layer}, rank {rank}, counting rows from {start}"
-            expected = [self._expected(step, run.layer, row, run.batch) for row in rows]
-            for index, (row, one) in enumerate(zip(rows, expected, strict=True), start):
-                self._check_selection(f"step {step}, layer {run.layer}, rank {rank}, row {index}", row, one, run)
-            verdict = oracle.verify_rows(
-                run.merged[start : start + len(rows)].to(self.device),
-                self._query_bytes(run.layer, rows, rank),
-                torch.stack([one.keys for one in expected]),
-                torch.stack([one.source for one in expected]),
-                self.geometry,
-                self.family,
-            )
-            verdict.require(place)
+        for start in range(0, len(batch.rows), at_once):
+            rows = batch.rows[start : start + at_once]
+            expected = [self._expected(step, first.layer, row, batch) for row in rows]
+            for run in runs:
+                for index, one in enumerate(expected, start):
+                    self._check_selection(step, index, one, run)
+            verdict = self._verdict(rows, expected, runs, start)
+            if not verdict.ok and len(runs) > 1:
+                for run in runs:  # names the rank
+                    self.check(step, [run])
+            place = f"step {step}, layer {first.layer}, rank {first.rank}"
+            verdict.require(f"{place}, counting rows from {start}")
             worst = verdict.worst
             if not math.isfinite(worst.bound):
                 raise WrongResult(f"{place}: the error bound is not finite at these scales, so nothing is verified")
+            rank = first.rank + worst.head // self.geometry.owner_heads
             candidate = WorstRow(
-                worst.error, worst.bound, f"step {step}, layer {run.layer}, rank {rank}, row {start + worst.row}"
+                worst.error, worst.bound, f"step {step}, layer {first.layer}, rank {rank}, row {start + worst.row}"
             )
             if candidate.share > self.worst.share:
                 self.worst = candidate
+
+    def _verdict(
+        self,
+        rows: tuple[VerifyRow, ...],
+        expected: list[_Expected],
+        runs: Sequence[LayerRun[Batch] | LayerResult],
+        start: int,
+    ) -> oracle.Verdict:
+        """On rows from number `start`, the heads of all ranks side by side."""
+        heads = range(own_heads(runs[0].rank, self.geometry).start, own_heads(runs[-1].rank, self.geometry).stop)
+        return oracle.verify_rows(
+            torch.cat([run.merged[start : start + len(rows)] for run in runs], dim=1).to(self.device),
+            self._query_bytes(runs[0].layer, rows, heads),
+            torch.stack([one.keys for one in expected]),
+            torch.stack([one.source for one in expected]),
+            self.geometry,
+            self.family,
+        )
 
     def _expected(self, step: int, layer: int, row: VerifyRow, batch: Batch) -> _Expected:
         if self._place != (step, layer):
@@ -115,22 +137,20 @@ class Verifier:
         keys = torch.zeros(width, numerics.ROW_BYTES, dtype=torch.uint8, device=self.device)
         keys[: len(positions)] = self.workload.key_bytes(layer, row.request, positions, salts[positions])
         source = torch.full((width,), -1, dtype=torch.int64, device=self.device)
-        source[: len(positions)] = cache.owner(positions, self.geometry)
-        return _Expected(keys, source, positions)
+        owners = cache.owner(positions, self.geometry)
+        source[: len(positions)] = owners
+        return _Expected(keys, source, positions.cpu(), owners.cpu())
 
-    def _check_selection(
-        self, place: str, row: VerifyRow, expected: _Expected, run: LayerRun[Batch] | LayerResult
-    ) -> None:
-        index = run.batch.rows.index(row)
+    def _check_selection(self, step: int, index: int, expected: _Expected, run: LayerRun[Batch] | LayerResult) -> None:
         count = int(run.valid[index])
-        own = expected.positions[cache.owner(expected.positions, self.geometry) == run.rank]
-        if not torch.equal(run.positions[index][:count].to(self.device), own):
+        own = expected.positions[expected.owners == run.rank]
+        if not torch.equal(run.positions[index][:count], own):
             raise WrongResult(
-                f"{place}: the selection of {count} own positions differs from the exact top-k's {len(own)}"
+                f"step {step}, layer {run.layer}, rank {run.rank}, row {index}: the selection of {count} own positions "
+                f"differs from the exact top-k's {len(own)}"
             )
 
-    def _query_bytes(self, layer: int, rows: tuple[VerifyRow, ...], rank: int) -> torch.Tensor:
-        heads = own_heads(rank, self.geometry)
+    def _query_bytes(self, layer: int, rows: tuple[VerifyRow, ...], heads: range) -> torch.Tensor:
         made = []
         for row in rows:
             position, salt = torch.tensor([[row.position], [row.salt]], device=self.device)

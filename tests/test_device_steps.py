@@ -90,7 +90,7 @@ def test_every_row_equals_the_per_row_step(route):
                 if len(plan.rows) == step_shape(plan.rows, ROWS_A_REQUEST, GEOMETRY).rows:
                     assert torch.equal(result.merged.view(torch.int16), run.merged.view(torch.int16))
                 else:
-                    verifier.check(plan.index, result)
+                    verifier.check(plan.index, [result])
         for state, rank in zip(plain, steps.ranks, strict=True):
             for layer in range(LAYERS):
                 rows = state.cache.rows[layer]
