@@ -11,6 +11,8 @@ layers of all local ranks.
 * **Lockstep.** Ranks in several processes on one device are time-sliced: one that spins keeps its producer away for a
   whole slice. They run eagerly and meet at a control-plane barrier after every stage that pushes. So does the first
   step of a shape everywhere: it loads modules, which may take longer than a mailbox deadline.
+* **Host work** of a replayed step, from the plan to the launched graph: 76.6 us (median, H200) with one layer of 8
+  local ranks; 50 us is the aim. Not yet taken apart: the plan's integers, the stream's context, the launch itself.
 * `expired` is looked at after every step, replays included: `MailboxTimeout` then names who waited for whom. While the
   host waits for a step it looks for peers that have died, and names them before a deadline passes.
 """
