@@ -5,7 +5,6 @@
     kill      the process ends itself with SIGKILL
     raise     the rank raises an exception that nobody expects
     late      the rank sleeps for late_seconds
-    slow      the process computes for a share longer, before each stage but a layer's first
     corrupt   a word of the rank's slot in a victim's value, query or top-k mailbox is overwritten after it has arrived
     sentinel  a query head, a cache row or (local route) a partial row is replaced by one bit pattern
 
@@ -83,14 +82,13 @@ class Sentinel:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """What to inject. delay_share, stop_share: fractions of all stage calls. slowdown: of the rank's own CPU time."""
+    """What to inject. delay_share, stop_share: fractions of all stage calls."""
 
     seed: int = 0
     delay_share: float = 0.0
     longest_delay_seconds: float = 0.2
     stop_share: float = 0.0
     stop_seconds: float = 0.3
-    slowdown: float = 0.0
     stop_at: Place | None = None
     kill_at: Place | None = None
     raise_at: Place | None = None
@@ -131,7 +129,6 @@ class FaultInjector:
     route: str
     counts: FaultCounts = field(default_factory=FaultCounts)
     _calls: dict[int, int] = field(default_factory=dict)
-    _computed: float = 0.0
 
     def __call__(self, run: LayerRun, stage: str) -> None:
         rank = run.state.rank
@@ -140,8 +137,6 @@ class FaultInjector:
         self.counts.stage_calls += 1
         place = Place(rank, call // len(STAGES[self.route]) // self.layers, run.layer, stage)
         self._delay(rank, call)
-        if self.plan.slowdown:
-            self._slow(stage)
         if place == self.plan.stop_at:
             self._stop()
         if place == self.plan.kill_at:
@@ -169,15 +164,6 @@ class FaultInjector:
             self.counts.delay_seconds += seconds
         elif draw < plan.delay_share + plan.stop_share:
             self._stop()
-
-    def _slow(self, stage: str) -> None:
-        """Compute for a share of the CPU time since the stage before; what came before a layer is left alone."""
-        now = time.process_time()
-        if stage != STAGES[self.route][0]:
-            until = now + self.plan.slowdown * (now - self._computed)
-            while time.process_time() < until:
-                pass
-        self._computed = time.process_time()
 
     def _stop(self) -> None:
         started = time.monotonic()

@@ -5,8 +5,9 @@ keys a row and rank), one layer, not verified. The targets are the project's own
 0.25 s, eight ranks up in at most 2 s, memory flat over 500 steps.
 
 After each step all ranks run a peer between barriers: the attention of as many rows, heads and keys in plain torch, no
-exchange. Its time stands beside the step's in `distributions`, so that `dcp-decode compare` judges ratios: a faster or
-busier machine moves both alike.
+exchange. `distributions` holds the CPU time of both, a rank's mean, so that `dcp-decode compare` judges their ratio: a
+faster or busier machine moves both alike. Wall times would not do: with two to ten other processes wanting the same two
+cores, the ratio of wall times ran from 2.04 to 2.52 (of CPU times from 2.13 to 2.34, with a peer half as long).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections import defaultdict
 from dataclasses import replace
 
 import click
@@ -24,7 +26,6 @@ from dcp_decode import numerics
 from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.plane import ControlPlane
-from dcp_decode.faults import FaultInjector, FaultPlan
 from dcp_decode.launcher import execute
 from dcp_decode.presentation import publish
 from dcp_decode.records import RankReport
@@ -33,7 +34,8 @@ from dcp_decode.statistics import stage_statistics
 
 WARM_UP_STEPS = 20
 BATCH, KEYS = 5, 256  # rows of a step, and the keys of a row on each of 8 ranks in the mean
-PEER_REPEATS = 3  # of the peer in a round: about as long as the step's own decode
+PEER_REPEATS = 6  # of the peer in a round: about the CPU time of a layer step
+PEER_ROWS = 4096  # that the peer chooses from: as many as the rank's cache has
 SETTINGS: dict[str, object] = {
     "model.name": "bench-cpu",
     "model.layers": 1,
@@ -50,7 +52,7 @@ SETTINGS: dict[str, object] = {
 @click.command()
 @click.option("--steps", type=click.IntRange(WARM_UP_STEPS + 10), default=500, show_default=True)
 @click.option("--output", type=click.Path(dir_okay=False), help="The JSON document.")
-@click.option("--slowdown", type=click.FloatRange(0, 10), default=0.0, help="Make the stages this share slower.")
+@click.option("--slowdown", type=click.FloatRange(0, 10), default=0.0, help="Make a layer step this share slower.")
 def main(steps: int, output: str | None, slowdown: float) -> None:
     """Run the benchmark; prints the run's table and the path of its JSON document, whose `stages` hold the times."""
     config = load_config(None, SETTINGS | {"service.max_steps": steps})
@@ -63,27 +65,28 @@ def main(steps: int, output: str | None, slowdown: float) -> None:
 def _measure(config: RunConfig, control: ControlPlane, launched: float, slowdown: float) -> RankReport:
     start_up = max(control.all_gather(time.time(), "ranks up")) - launched
     peer = TorchPeer(config.model.heads, control.rank)
-    seconds: dict[str, list[float]] = {"layer_step": [], "peer:torch": []}
+    clock = Clock()
     resident: list[int] = []
-    started = time.perf_counter()
 
     def on_progress(_: Progress) -> None:
-        nonlocal started
-        seconds["layer_step"].append(time.perf_counter() - started)
+        clock.extend(slowdown)
+        clock.stop("layer_step")
         control.barrier("before the peer")
-        started = time.perf_counter()
-        for _repeat in range(PEER_REPEATS):
-            peer.attend()
-        seconds["peer:torch"].append(time.perf_counter() - started)
+        clock.start()
+        peer.attend()
+        clock.stop("peer:torch")
         control.barrier("after the peer")
         resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        started = time.perf_counter()
+        clock.start()
 
-    injector = FaultInjector(FaultPlan(slowdown=slowdown), config.model.layers, config.parallel.route)
-    summary = run_rank(config, control, on_progress, injector)
-    slowest = {name: np.max(control.all_gather(times, name), axis=0)[WARM_UP_STEPS:] for name, times in seconds.items()}
+    clock.start()
+    summary = run_rank(config, control, on_progress)
+    steps = np.max(control.all_gather(clock.wall["layer_step"], "wall times"), axis=0)[WARM_UP_STEPS:]
+    computed = {
+        name: np.mean(control.all_gather(times, f"CPU times of {name}"), axis=0)[WARM_UP_STEPS:]
+        for name, times in clock.cpu.items()
+    }
     growth = max(control.all_gather(resident[-1] - resident[WARM_UP_STEPS], "memory"))
-    steps = slowest["layer_step"]
     if control.rank == 0:
         print(
             f"layer step           p50 {np.median(steps):.3f} s, p95 {np.percentile(steps, 95):.3f} s wall time, "
@@ -98,9 +101,33 @@ def _measure(config: RunConfig, control: ControlPlane, launched: float, slowdown
         "heads": config.model.heads,
         "keys": KEYS,
         "mode": "group",
-        "samples_us": {name: (times * 1e6).round(1).tolist() for name, times in slowest.items()},
+        "samples_us": {name: (times * 1e6).round(1).tolist() for name, times in computed.items()},
     }
     return replace(report, stages=report.stages | measured, measurements={"distributions": [distribution]})
+
+
+class Clock:
+    """Wall and CPU seconds of one process between `start` and `stop`, by name."""
+
+    def __init__(self) -> None:
+        self.wall: defaultdict[str, list[float]] = defaultdict(list)
+        self.cpu: defaultdict[str, list[float]] = defaultdict(list)
+        self._started = (0.0, 0.0)
+
+    def start(self) -> None:
+        self._started = (time.perf_counter(), time.process_time())
+
+    def extend(self, share: float) -> None:
+        """Compute for a share of the CPU time since the start: a slowdown, to see that the gate finds it."""
+        now = time.process_time()
+        until = now + share * (now - self._started[1])
+        while time.process_time() < until:
+            pass
+
+    def stop(self, name: str) -> None:
+        wall, cpu = self._started
+        self.wall[name].append(time.perf_counter() - wall)
+        self.cpu[name].append(time.process_time() - cpu)
 
 
 class TorchPeer:
@@ -108,17 +135,17 @@ class TorchPeer:
 
     def __init__(self, heads: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        rows = 4096
-        values = torch.randn(rows, numerics.ROW_BYTES, generator=generator)
+        values = torch.randn(PEER_ROWS, numerics.ROW_BYTES, generator=generator)
         self.cache = numerics.quantize_e4m3(values.to(torch.bfloat16), 1 / 16)  # uint8 [N, 576]
         self.query = torch.randn(BATCH, heads, numerics.ROW_BYTES, generator=generator)
-        self.rows = torch.randint(rows, (BATCH, KEYS), generator=generator)
+        self.rows = [torch.randint(PEER_ROWS, (BATCH, KEYS), generator=generator) for _ in range(PEER_REPEATS)]
 
-    def attend(self) -> torch.Tensor:
-        """FP32 [B, heads, 512]."""
-        keys = numerics.e4m3_values(self.cache[self.rows])  # (B, keys, 576)
-        weights = torch.softmax(torch.bmm(self.query, keys.transpose(1, 2)), dim=2)
-        return torch.bmm(weights, keys[..., : numerics.LATENT_DIM])
+    def attend(self) -> None:
+        """PEER_REPEATS times other rows; each result is FP32 [B, heads, 512]."""
+        for rows in self.rows:
+            keys = numerics.e4m3_values(self.cache[rows])  # (B, keys, 576)
+            weights = torch.softmax(torch.bmm(self.query, keys.transpose(1, 2)), dim=2)
+            torch.bmm(weights, keys[..., : numerics.LATENT_DIM])
 
 
 if __name__ == "__main__":
