@@ -29,7 +29,14 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from dcp_decode import numerics
 from dcp_decode.kernels import ptx
-from dcp_decode.mailbox import ABORT_OFFSET, RECORD_FIELDS, RECORD_OFFSET, MailboxLayout, Stage
+from dcp_decode.mailbox import (
+    ABORT_OFFSET,
+    RECORD_FIELDS,
+    RECORD_OFFSET,
+    TICKET_OFFSET,
+    MailboxLayout,
+    Stage,
+)
 
 ARMED = numerics.ARMED_WORD & 0xFFFFFFFF
 POLLS_A_CHECK = 32
@@ -54,6 +61,19 @@ def read_abort(region: Int64) -> Int32:
 def advance_use(region: Int64, stage: cutlass.Constexpr) -> None:
     """Increment an earlier stage's counter: one thread of the grid, after its dependency wait."""
     ptx.add_global(region + MailboxLayout.use_counter_offset(Stage(stage)), Int32(1))
+
+
+@cute.jit
+def close_use(region: Int64, participants: Int32) -> None:
+    """By one thread of each of `participants` that read the use number: the last one increments the stages' counters.
+
+    It leaves them as three stages would, so that fused and staged uses may follow each other. A participant must know
+    that every thread for which it stands has read the number.
+    """
+    last = Uint32(participants - 1)
+    if ptx.count_up(region + TICKET_OFFSET, last) == last:
+        for stage in (Stage.TOPK, Stage.QUERY, Stage.SPARSE, Stage.MERGE):
+            advance_use(region, int(stage))
 
 
 @cute.jit

@@ -71,6 +71,38 @@ def run_sparse(
     )
 
 
+def run_chain(
+    kernel: Kernel,
+    mailbox: Mailbox,
+    query: torch.Tensor,
+    kv: torch.Tensor,
+    rows: torch.Tensor,
+    valid: torch.Tensor,
+    merged: torch.Tensor,
+    deadline_nanoseconds: int,
+    stream: int,
+) -> None:
+    """Stages 1 to 3 of the push route in one launch: query as in `run_query`, merged as in `run_value`.
+
+    kv, rows, valid: as in `run_sparse`. All ranks' chains must be able to run at the same time: each waits for the
+    others.
+    """
+    geometry = mailbox.geometry
+    kernel(
+        *_pushing(mailbox),
+        query.data_ptr(),
+        kv.data_ptr(),
+        rows.data_ptr(),
+        valid.data_ptr(),
+        merged.data_ptr(),
+        numerics.reciprocal(geometry.q_scale),
+        geometry.scale_log2,
+        geometry.k_scale,
+        deadline_nanoseconds,
+        stream,
+    )
+
+
 def run_value_push(kernel: Kernel, mailbox: Mailbox, latent: torch.Tensor, lse_ln: torch.Tensor, stream: int) -> None:
     """Stage 3a. latent: bf16 [>= B, padded, 512], lse_ln: fp32 [>= B, padded], contiguous, as stage 2 left them."""
     kernel(*_pushing(mailbox), latent.data_ptr(), lse_ln.data_ptr(), stream)

@@ -79,24 +79,33 @@ def load_global_words(address: Any) -> list[Any]:
     return _instruction("ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", [Uint32] * 4, [address])
 
 
-def load_words_system(address: Any) -> list[Any]:
-    """ld.relaxed.sys.v4.b32: four mailbox words; each may be old or new on its own."""
-    return _instruction("ld.relaxed.sys.global.v4.b32 {$0,$1,$2,$3}, [$4];", [Uint32] * 4, [address])
+def load_base(address: Any) -> Any:
+    """ld.relaxed.gpu.b64: a peer base address; relaxed, or ptxas moves the load to its use, behind a branch."""
+    return _instruction("ld.relaxed.gpu.global.b64 $0, [$1];", [Int64], [address])
+
+
+def load_words_system(address: Any, count: int = 4) -> list[Any]:
+    """ld.relaxed.sys[.v2/.v4].b32: adjacent mailbox words; each may be old or new on its own."""
+    code = f"ld.relaxed.sys.global{_VECTOR_SUFFIX[count]}.b32 {_vector(0, count)}, [${count}];"
+    values = _instruction(code, [Uint32] * count, [address])
+    return [values] if count == 1 else values
 
 
 def load_word_system(address: Any) -> Any:
     """ld.relaxed.sys.b32: one mailbox or control word."""
-    return _instruction("ld.relaxed.sys.global.b32 $0, [$1];", [Uint32], [address])
+    return load_words_system(address, 1)[0]
 
 
 def store_words_system(address: Any, words: Sequence[Any]) -> None:
-    """st.relaxed.sys.v4.b32: four mailbox words (16-byte aligned)."""
-    _instruction("st.relaxed.sys.global.v4.b32 [$0], {$1,$2,$3,$4};", [], [address, *words])
+    """st.relaxed.sys[.v2/.v4].b32: adjacent mailbox words, aligned as a whole."""
+    count = len(words)
+    code = f"st.relaxed.sys.global{_VECTOR_SUFFIX[count]}.b32 [$0], {_vector(1, count)};"
+    _instruction(code, [], [address, *words])
 
 
 def store_word_system(address: Any, word: Any) -> None:
     """st.relaxed.sys.b32: one mailbox word."""
-    _instruction("st.relaxed.sys.global.b32 [$0], $1;", [], [address, word])
+    store_words_system(address, [word])
 
 
 def store_global(address: Any, words: Sequence[Any]) -> None:
@@ -113,6 +122,11 @@ def store_global_int64(address: Any, value: Any) -> None:
 def add_global(address: Any, value: Any) -> None:
     """red.relaxed.gpu.add.u32: a use counter of this device."""
     _instruction("red.relaxed.gpu.global.add.u32 [$0], $1;", [], [address, value])
+
+
+def count_up(address: Any, last: Any) -> Any:
+    """atom.acq_rel.gpu.inc.u32: the old count; `last` is followed by 0. Orders what all who counted did before."""
+    return _instruction("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", [Uint32], [address, last])
 
 
 def exchange_once(address: Any) -> Any:
@@ -213,6 +227,11 @@ def maximum_int32(left: Any, right: Any) -> Any:
     return _instruction("max.s32 $0, $1, $2;", [Int32], [left, right], pure=True)
 
 
+def maximum_word(left: Any, right: Any) -> Any:
+    """max.u32."""
+    return _instruction("max.u32 $0, $1, $2;", [Uint32], [left, right], pure=True)
+
+
 def maximum(left: Any, right: Any) -> Any:
     """max.f32: the other operand where one is NaN."""
     return _instruction("max.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
@@ -239,10 +258,19 @@ def shuffle(word: Any, lane: Any) -> Any:
     return _instruction("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", [Uint32], [word, lane])
 
 
-def barrier_any(value: Any) -> Any:
-    """barrier.red.or over the CTA: non-zero for all threads where one has a non-zero int32; also a CTA barrier."""
-    code = "{\n.reg .pred p;\nsetp.ne.s32 p, $1, 0;\nbarrier.cta.red.or.pred p, 0, p;\nselp.s32 $0, 1, 0, p;\n}"
+def warp_any(value: Any) -> Any:
+    """vote.sync.any: 1 for all lanes of this warp where one has a non-zero int32, else 0; all lanes take part."""
+    code = "{\n.reg .pred p;\nsetp.ne.s32 p, $1, 0;\nvote.sync.any.pred p, p, 0xffffffff;\nselp.s32 $0, 1, 0, p;\n}"
     return _instruction(code, [Int32], [value])
+
+
+def barrier_any(value: Any, barrier: Any = None, threads: int = 0) -> Any:
+    """barrier.red.or over the CTA, or the `threads` of a named barrier: non-zero for all where one has a non-zero."""
+    chosen = "0" if barrier is None else f"$2, {threads}"
+    code = (
+        f"{{\n.reg .pred p;\nsetp.ne.s32 p, $1, 0;\nbarrier.cta.red.or.pred p, {chosen}, p;\nselp.s32 $0, 1, 0, p;\n}}"
+    )
+    return _instruction(code, [Int32], [value] if barrier is None else [value, barrier])
 
 
 def multiply(left: Any, right: Any) -> Any:

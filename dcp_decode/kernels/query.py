@@ -13,14 +13,16 @@ dependency wait 1.68; a system-scope load of the abort word before the fence cos
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from dcp_decode import numerics
+from dcp_decode.geometry import Geometry
 from dcp_decode.kernels import arrival, disk_cache, ptx
 from dcp_decode.kernels.configs import QUERY_PIECE_BYTES, QUERY_ROW_PIECES, QueryConfig
 from dcp_decode.mailbox import MailboxLayout, Stage
@@ -32,6 +34,7 @@ class DcpQuery:
     def __init__(self, config: QueryConfig) -> None:
         self.config = config
         self.layout = MailboxLayout(config.geometry)
+        self.pieces = QueryPieces(config.geometry)
 
     @cute.jit
     def __call__(
@@ -44,7 +47,6 @@ class DcpQuery:
 
     @cute.kernel
     def kernel(self, region: Int64, table: Int64, rank: Int32, query: Int64, inverse_scale: Float32) -> None:
-        g = self.config.geometry
         thread, _, _ = cute.arch.thread_idx()
         block, group, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
@@ -54,19 +56,14 @@ class DcpQuery:
         use = arrival.read_use(region, int(Stage.QUERY))
         aborted = arrival.read_abort(region)
         if piece < self.config.pieces:
-            source = query + Int64(piece) * (2 * QUERY_PIECE_BYTES)
-            halves = [ptx.load_global_words(source), ptx.load_global_words(source + 16)]
+            loaded = self.pieces.load(query, piece)
             peers = self.config.peers_a_thread
             bases = [ptx.load_global_int64(table + Int64(group * peers + peer) * 8) for peer in range(peers)]
             # Orders what the earlier stages of this stream read and re-armed (query words, LSE and payload words)
             # before these pushes: a peer that sees them may push to those places again.
             cute.arch.fence_acq_rel_sys()
-            words = [_quantized(halves[index // 2][index % 2 * 2 :], inverse_scale) for index in range(4)]
-            row_pieces = g.owner_heads * QUERY_ROW_PIECES
-            row = piece // row_pieces
-            line = (Int64(use % g.generations) * g.capacity + Int64(row)) * g.padded_heads
-            line = line + Int64(rank) * g.owner_heads
-            offset = line * numerics.ROW_BYTES + Int64(piece - row * row_pieces) * QUERY_PIECE_BYTES
+            words = quantized(loaded, inverse_scale)
+            offset = self.pieces.offset(use, rank, piece)
             # A rank that gave up must not overwrite words that a slow peer has yet to read.
             if aborted == 0:
                 for peer in cutlass.range_constexpr(peers):
@@ -79,7 +76,32 @@ class DcpQuery:
             arrival.advance_use(region, int(Stage.TOPK))
 
 
-def _quantized(pair: list[Any], inverse_scale: Any) -> Uint32:
+@dataclass(frozen=True)
+class QueryPieces:
+    """Where the 16-byte pieces of a rank's own heads lie: of one row, then of the next."""
+
+    geometry: Geometry
+
+    def load(self, query: Any, piece: Any) -> list[Any]:
+        """The 16 BF16 values of a piece as 8 words. query: address of BF16 [B, H, 576]."""
+        source = query + Int64(piece) * (2 * QUERY_PIECE_BYTES)
+        return [*ptx.load_global_words(source), *ptx.load_global_words(source + 16)]
+
+    def offset(self, use: Any, rank: Any, piece: Any) -> Any:
+        """Byte offset of a piece of `rank` in every rank's query mailbox."""
+        g = self.geometry
+        row_pieces = g.owner_heads * QUERY_ROW_PIECES
+        row = piece // row_pieces
+        line = (Int64(use % g.generations) * g.capacity + Int64(row)) * g.padded_heads + Int64(rank) * g.owner_heads
+        return line * numerics.ROW_BYTES + Int64(piece - row * row_pieces) * QUERY_PIECE_BYTES
+
+
+def quantized(words: list[Any], inverse_scale: Any) -> list[Any]:
+    """16 BF16 in 8 words as 16 E4M3 bytes in 4 words."""
+    return [_quantized(words[first : first + 2], inverse_scale) for first in range(0, 8, 2)]
+
+
+def _quantized(pair: list[Any], inverse_scale: Any) -> Any:
     """Four E4M3 bytes of the four BF16 in two words."""
     values = [*ptx.bf16_values(pair[0]), *ptx.bf16_values(pair[1])]
     return ptx.e4m3_word([ptx.multiply(value, inverse_scale) for value in values])

@@ -1,0 +1,138 @@
+"""Static choices of the fused chain, what it shares out over its CTAs, and typed reasons for refusing it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_decode.errors import DcpDecodeError
+from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.configs import QUERY_ROW_PIECES
+from dcp_decode.kernels.sparse_config import SPLIT, WAVE_CLUSTERS, SparseConfig, sparse_config
+from dcp_decode.kernels.sparse_config import can_implement as can_implement_sparse
+
+MAX_SOURCES = 8  # whose words a query thread has room for
+
+
+class ChainRefusalReason(enum.Enum):
+    """Why `DcpChain` can't run a configuration; the value is the sentence that a user reads."""
+
+    SPARSE = "its sparse decode is refused"
+    ROUTE = "only the push route can be fused"
+    QUERY_WARPS = "the sparse decode must have query warps"
+    SOURCES = f"at most {MAX_SOURCES} ranks can be merged beside the attention"
+    WAVE = f"all CTAs must be resident at once, {SPLIT * WAVE_CLUSTERS} are at most"
+    SHARED_DEVICE = "ranks that share a device must launch stage by stage"
+
+
+@dataclass(frozen=True)
+class ChainRefusal:
+    """A typed refusal: the reason and the values that caused it."""
+
+    reason: ChainRefusalReason
+    detail: str
+
+    def __str__(self) -> str:
+        return f"fused chain: {self.reason.value} ({self.detail})"
+
+
+class ChainRefused(DcpDecodeError):
+    """`compile_chain` was asked for a configuration that the kernel refuses; `refusal` says why."""
+
+    def __init__(self, refusal: ChainRefusal) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
+@dataclass(frozen=True)
+class ChainConfig:
+    """Everything the kernel is specialised for: the choices of its sparse decode."""
+
+    sparse: SparseConfig
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.sparse.geometry
+
+    @property
+    def batch(self) -> int:
+        return self.sparse.batch
+
+    @property
+    def threads(self) -> int:
+        return self.sparse.threads
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.sparse.shared_bytes
+
+    @property
+    def name(self) -> str:
+        """Of the variant, for tables and file names."""
+        return self.sparse.name.replace("sparse_", "chain_", 1)
+
+    @property
+    def clusters_a_row(self) -> int:
+        return self.geometry.heads // self.sparse.head_rows
+
+    @property
+    def clusters(self) -> int:
+        return self.batch * self.clusters_a_row
+
+    @property
+    def ctas_a_row(self) -> int:
+        return self.clusters_a_row * SPLIT
+
+    @property
+    def pieces(self) -> int:
+        """16-byte pieces of the own heads' query."""
+        return self.batch * self.geometry.owner_heads * QUERY_ROW_PIECES
+
+    @property
+    def pieces_a_cta(self) -> int:
+        """Pieces that a CTA pushes: those of its own row."""
+        return -(-self.pieces // (self.batch * self.ctas_a_row))
+
+    @property
+    def push_turns(self) -> int:
+        """Turns in which a query warp pushes them, a lane a piece."""
+        return -(-self.pieces_a_cta // 32)
+
+    @property
+    def peers_a_warp(self) -> int:
+        """Ranks that a query warp pushes to."""
+        return -(-self.geometry.dcp // self.sparse.query_warps)
+
+
+def can_implement(config: ChainConfig) -> ChainRefusal | None:
+    """None when the kernel can run this configuration, else why not."""
+    refusal = can_implement_sparse(config.sparse)
+    if refusal is not None:
+        return ChainRefusal(ChainRefusalReason.SPARSE, str(refusal))
+    if not config.sparse.push:
+        return ChainRefusal(ChainRefusalReason.ROUTE, "route local")
+    if config.sparse.query_warps == 0:
+        return ChainRefusal(ChainRefusalReason.QUERY_WARPS, f"tiles {config.sparse.tiles}")
+    if config.geometry.dcp > MAX_SOURCES:
+        return ChainRefusal(ChainRefusalReason.SOURCES, f"ranks {config.geometry.dcp}")
+    ctas = config.batch * config.ctas_a_row
+    if ctas > SPLIT * WAVE_CLUSTERS:
+        return ChainRefusal(ChainRefusalReason.WAVE, f"batch {config.batch}: {ctas} CTAs")
+    return None
+
+
+def chain_config(geometry: Geometry, batch: int, **choices: Any) -> ChainConfig:
+    """The chain around the sparse decode that `sparse_config` chooses, with any of its choices given instead."""
+    return ChainConfig(sparse_config(geometry, batch, True, **choices))
+
+
+def chain_for(geometry: Geometry, batch: int, own_device: bool) -> ChainRefusal | None:
+    """None when a batch of B rows runs as one launch, else the typed reason.
+
+    own_device: whether no two ranks of one process launch on the same device. A function of host data that all ranks
+    agree on: they fuse a batch together or not at all.
+    """
+    if not own_device:
+        return ChainRefusal(ChainRefusalReason.SHARED_DEVICE, f"ranks {geometry.dcp}")
+    return can_implement(chain_config(geometry, batch))
