@@ -104,6 +104,17 @@ def test_document_that_is_no_checkpoint_is_not_rendered(tmp_path: Path, capsys: 
     assert "must be a checkpoint's JSON document" in capsys.readouterr().err
 
 
+def test_document_of_another_version_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "old.json"
+    for lost in ("wire", "step", "platform", "versions"):
+        path.write_text(json.dumps({key: value for key, value in document().items() if key != lost}))
+        assert run_command(["checkpoint", "--render", str(path)]) == BAD_INPUT
+        error = capsys.readouterr().err
+        assert "must be a document of this version" in error
+        assert lost in error
+        assert error.count("\n") == 1
+
+
 @pytest.mark.xdist_group("launch")
 def test_machine_without_a_gpu_is_refused_in_one_line(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
@@ -148,8 +159,7 @@ def test_layer_time_is_the_slope_between_two_graphs() -> None:
 
 
 def test_group_takes_the_slowest_rank_of_every_round() -> None:
-    pytest.importorskip("cutlass")
-    from dcp_decode.checkpoint.group import slowest_rank
+    from dcp_decode.checkpoint.timing import slowest_rank
 
     by_rank = np.array([[5.0, 7.0, 6.0], [6.0, 5.0, 6.0]])
     slowest, spread = slowest_rank(by_rank)
@@ -216,6 +226,9 @@ def test_table_has_a_line_a_point_and_says_what_is_not_in_it() -> None:
                   "skipped peer torch: torch <is> not installed", "verified before and after"):  # fmt: skip
         assert words in text
     made["step"][0]["within"] = False
+    made |= {"verified": False, "failures": ["5 x 256, hot, chain: row 3 head 7"]}
+    assert "WRONG RESULT, not timed: 5 x 256, hot, chain: row 3 head 7" in "\n".join(notes(made))
+    assert "verified before and after" not in "\n".join(notes(made))
     assert "MORE THAN 201.6 us" in "\n".join(notes(made))
 
 

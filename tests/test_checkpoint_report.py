@@ -107,6 +107,21 @@ def test_document_with_one_point_and_no_peers_is_drawn() -> None:
     assert 'aria-label="Stages against their floors"' in page
 
 
+def test_document_of_real_ranks_says_so_and_has_no_modelled_total() -> None:
+    made = document()
+    exchange = made["points"][0]["peers"][1] | {"name": "nccl", "kind": "public", "error": None, "lse_base": None}
+    made |= {"mode": "group", "points": made["points"][:2], "step": [], "sweep": [], "layout": [], "platform": {}}
+    for point in made["points"]:
+        point |= {"mode": "group", "peers": [exchange], "floors": {"wire": {"p50_us": 1.5}}}
+        point["stages"] = {"chain": point["stages"]["chain"], "rank_skew": point["stages"]["merge"]}
+    page = render_report(made)
+    assert "real ranks, maximum over ranks per iteration" in page
+    assert "rank skew" in page
+    assert "nccl" in page
+    assert "fastest chain + modelled wire" not in page
+    assert "no NVLink time" not in page
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_browser_draws_the_page_within_its_width(page: str, width: int, tmp_path: Path) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)

@@ -9,7 +9,6 @@ after which all mailboxes must be armed again. Outputs are poisoned first.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,11 +16,12 @@ import torch
 
 from dcp_decode import numerics, oracle
 from dcp_decode.checkpoint.ranks import BenchRanks
+from dcp_decode.checkpoint.timing import Subject
+from dcp_decode.checkpoint.variants import family_of
 from dcp_decode.errors import WrongResult
+from dcp_decode.kernels.sparse_config import SparseConfig
 from dcp_decode.mailbox import Section
 from dcp_decode.verdict import Verdict, Worst
-
-Launch = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,36 @@ class Gate:
         self.problem = ranks.problem
         self.layers = tuple(dict.fromkeys((0, ranks.copies - 1)))
 
-    def check_sparse(self, launch: Launch, family: str, label: str) -> Passed:
-        """The sparse decode alone. Raises WrongResult, naming label, layer, row and head."""
+    def check_sparse(self, subject: Subject, config: SparseConfig, label: str) -> Passed:
+        """A sparse decode alone, on its route. Raises WrongResult, naming label, layer, row and head."""
         verdicts, outputs = [], []
         for layer in self.layers:
-            self.ranks.prepare_alone()
-            self._launch(launch, layer)
+            subject.prepare()
+            self._launch(subject, layer)
             for index, mailbox in enumerate(self.ranks.mailboxes_of(layer)):
-                out, lse = self._pushed(mailbox.memory.regions, mailbox.rank)
-                verdict = oracle.verify_partial(out, lse, self.partial(layer, index, family))
+                expected = self.partial(layer, index, family_of(config))
+                if config.push:
+                    out, lse = self._pushed(mailbox.memory.regions, mailbox.rank)
+                    verdict = oracle.verify_partial(out, lse, expected)
+                else:
+                    heads = self.ranks.geometry.heads
+                    out, lse = (rows[index, :, :heads].clone() for rows in (self.ranks.latent, self.ranks.lse_ln))
+                    verdict = oracle.verify_partial(out, lse, expected, "ln")
                 verdict.require(f"{label}, layer {layer}, rank {mailbox.rank}")
                 verdicts.append(verdict)
                 outputs += [out, lse]
         return passed_by(verdicts, outputs)
 
-    def check_chain(self, launch: Launch, family: str, label: str) -> Passed:
-        """A whole chain. Raises WrongResult, also when a mailbox word is not armed afterwards."""
+    def check_chain(self, subject: Subject, config: SparseConfig, label: str) -> Passed:
+        """A whole chain, of one launch or several. Raises WrongResult, also for mailbox words left unarmed."""
         verdicts, outputs = [], []
         for first in self.layers:
-            self.ranks.prepare_chain()
+            subject.prepare()
             for layer in range(first, self.problem.layers, self.ranks.copies):
-                self._launch(launch, layer)
+                self._launch(subject, layer)
                 for index, rank in enumerate(self.ranks.ranks):
                     merged = self.ranks.merged[index]
-                    verdict = oracle.verify_merged(merged, self._merged(layer, index, family))
+                    verdict = oracle.verify_merged(merged, self._merged(layer, index, family_of(config)))
                     verdict.require(f"{label}, layer {layer}, rank {rank}")
                     verdicts.append(verdict)
                     outputs.append(merged.clone())
@@ -81,9 +87,9 @@ class Gate:
                 self._require_armed(mailbox.memory.local, f"{label}, layer {first}, rank {mailbox.rank}")
         return passed_by(verdicts, outputs)
 
-    def _launch(self, launch: Launch, layer: int) -> None:
+    def _launch(self, subject: Subject, layer: int) -> None:
         self.ranks.poison()
-        launch(layer)
+        subject.launch(layer)
         torch.cuda.synchronize()
 
     def _pushed(self, regions: tuple[torch.Tensor, ...], source: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,8 @@ from dcp_decode.checkpoint.peers.nccl_exchange import NcclExchange
 from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_points
 from dcp_decode.checkpoint.progress import ShowPoint
 from dcp_decode.checkpoint.ranks import current_stream
-from dcp_decode.checkpoint.timing import Series, capture, graph_lengths, layer_series, replay
+from dcp_decode.checkpoint.timing import Series, capture, graph_lengths, layer_series, replay, slowest_rank
+from dcp_decode.checkpoint.variants import family_of, variant_name
 from dcp_decode.checkpoint.wire import SOURCE, wire_of
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
@@ -36,17 +37,12 @@ from dcp_decode.kernels.configs import QueryConfig, ValueConfig
 from dcp_decode.kernels.launch import run_query, run_sparse, run_value
 from dcp_decode.kernels.query import compile_query
 from dcp_decode.kernels.sparse import compile_sparse
-from dcp_decode.kernels.sparse_config import FAMILY, sparse_config
+from dcp_decode.kernels.sparse_config import sparse_config
 from dcp_decode.kernels.value import compile_value
 from dcp_decode.mailbox import Mailbox, MailboxLayout
 from dcp_decode.waits import MailboxTimeout, read_record
 
 WARM_UP_ROUNDS = 3
-
-
-def slowest_rank(by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(maximum, spread) over ranks of microseconds [ranks, rounds]."""
-    return by_rank.max(0), by_rank.max(0) - by_rank.min(0)
 
 
 class GroupCheckpoint:
@@ -72,9 +68,12 @@ class GroupCheckpoint:
             passed.append(gate)
             chain = entry["stages"]["chain"]["p50_us"]
             on_progress(done + 1, len(planned), f"{point.shape}, {point.l2}: chain {chain:.2f} us")
+        torch.cuda.synchronize()
+        self.nccl.close()
         geometry = geometry_of(self.config, own_shape(self.config))
         keys = {
             "points": points,
+            "failures": [],
             "profile": "quick" if self.quick else "full",
             "mode": "group",
             "step": [],
@@ -85,7 +84,7 @@ class GroupCheckpoint:
             "wire": asdict(wire_of(geometry, own_shape(self.config).batch)) | {"source": SOURCE},
         }
         worst = max(passed, key=lambda one: one.share)
-        return Measurements(worst, keys)
+        return Measurements(worst, family_of(sparse_config(geometry, own_shape(self.config).batch)), keys)
 
     def _measure(self, point: Point) -> tuple[dict[str, Any], Passed]:
         geometry, shape = geometry_of(self.config, point.shape), point.shape
@@ -115,7 +114,7 @@ class GroupCheckpoint:
             "keys": shape.keys,
             "l2": point.l2,
             "mode": "group",
-            "variant": chain.variant,
+            "variant": variant_name(chain.config),
             "stages": {
                 "chain": series.statistics() | {"rounds_us": [round(float(value), 3) for value in series.layer]},
                 "rank_skew": skew.statistics(),
@@ -165,7 +164,7 @@ class GroupCheckpoint:
         everyone = self.control.all_gather(selected.cpu(), f"keys of {label}")
         heads = slice(rank * geometry.owner_heads, (rank + 1) * geometry.owner_heads)
         query = problem.query_bytes[:, heads]
-        family = oracle.family_named(FAMILY)
+        family = oracle.family_named(family_of(chain.config))
         parts = [oracle.source_partial(query, keys.cuda(), problem.valid, geometry, family) for keys in everyone]
         verdict = oracle.verify_merged(chain.merged, oracle.merge_partials(parts))
         verdict.require(f"{label}, rank {rank}")
@@ -180,11 +179,10 @@ class _Chain:
     def __init__(self, problem: Problem, mailbox: Mailbox, deadline_nanoseconds: int) -> None:
         geometry, batch = problem.geometry, problem.shape.batch
         self.problem, self.mailbox, self.deadline = problem, mailbox, deadline_nanoseconds
-        config = sparse_config(geometry, batch)
-        self.variant = config.name
+        self.config = sparse_config(geometry, batch)
         self.kernels = (
             compile_query(QueryConfig(geometry, batch)),
-            compile_sparse(config),
+            compile_sparse(self.config),
             compile_value(ValueConfig(geometry, batch)),
         )
         first = mailbox.rank * geometry.owner_heads

@@ -7,7 +7,7 @@ for swept points:  every kernel variant through the same gate, the sparse decode
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,35 +21,42 @@ from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_poi
 from dcp_decode.checkpoint.progress import ShowPoint
 from dcp_decode.checkpoint.ranks import SOLO_RANK, USED_GENERATIONS, BenchRanks, region_bytes_in_use
 from dcp_decode.checkpoint.timing import Series, Stopwatch, Subject
-from dcp_decode.checkpoint.variants import best_layout, swept_variants, variant_name
+from dcp_decode.checkpoint.variants import best_layout, family_of, swept_variants, variant_name
 from dcp_decode.checkpoint.wire import SOURCE, wire_of
 from dcp_decode.config import RunConfig
 from dcp_decode.environment import describe_device
 from dcp_decode.errors import WrongResult
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.sparse_config import FAMILY, sparse_config
+from dcp_decode.kernels.sparse_config import sparse_config
 
 LEAST_COPIES = 3
 SWEEP_SAMPLES = 25
 TUNING_SAMPLES = 7
+SPIN_CYCLES = 20_000  # long against the launch of the kernel that spins
 L2_SHARE = 1 / 3  # of L2 that the mailboxes of a graph may take, so that words and hot keys stay there
+CHAINS = ("chain", "fused_chain")
 STEP_ALLOWANCE = 1.05  # a verify step in one graph against its layers
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What a checkpoint brings. worst: (row, head) of our own kernels closest to its bound. keys: of the document."""
+    """What a checkpoint brings. passed: the gate that was closest to its bound. keys: of the document."""
 
     passed: Passed
+    family: str
     keys: dict[str, Any]
 
 
 class Checkpoint:
-    """All points of a config on the current GPU. slowdown: spin that share of a stage longer (see `Spinning`)."""
+    """All points of a config on the current GPU. A point whose gate is not passed is left out, and named.
+
+    slowdown: every stage spins that share of its own time longer; proves that a regression gate can fail.
+    """
 
     def __init__(self, config: RunConfig, quick: bool, slowdown: float = 0.0) -> None:
         self.config, self.quick, self.slowdown = config, quick, slowdown
         self.mode = config.checkpoint.mode
+        self.push = config.parallel.route == "push"
         self.samples = config.checkpoint.samples
         self.seed = config.workload.seed
         self.peers: Sequence[Peer] = QUICK_PEERS if quick else ALL_PEERS
@@ -63,23 +70,32 @@ class Checkpoint:
         self.sweep: list[dict[str, Any]] = []
         self.steps: list[dict[str, Any]] = []
         self.passed: list[Passed] = []
+        self.failures: list[str] = []
 
     def run(self, on_progress: ShowPoint) -> Measurements:
-        """Measure all points. Raises WrongResult if a gate is not passed."""
+        """Measure all points. Raises WrongResult if not one gate was passed, WaitFailed if a mailbox wait expired."""
         planned = plan_points(self.config, self.quick)
         self.platform = floors.measure_platform(self.eviction)
         clocks = [describe_device("cuda")["clocks"]]
         for done, point in enumerate(planned):
-            entry = _PointRun(self, point).measure()
-            self.points.append(entry)
-            on_progress(done + 1, len(planned), _line(entry))
+            try:
+                entry = _PointRun(self, point).measure()
+            except WrongResult as error:  # fails the checkpoint; what other points show is kept
+                self.failures.append(str(error))
+                on_progress(done + 1, len(planned), f"WRONG {error}")
+            else:
+                self.points.append(entry)
+                on_progress(done + 1, len(planned), _line(entry))
             gc.collect()
             torch.cuda.empty_cache()
+        if not self.passed:
+            raise WrongResult(self.failures[0])
         clocks.append(describe_device("cuda")["clocks"])
         geometry = geometry_of(self.config, own_shape(self.config))
         worst = max(self.passed, key=lambda one: one.share)
         keys = {
             "points": self.points,
+            "failures": self.failures,
             "profile": "quick" if self.quick else "full",
             "mode": self.mode,
             "step": self.steps,
@@ -89,7 +105,7 @@ class Checkpoint:
             "peer_facts": [asdict(peer.facts) for peer in self.peers],
             "wire": asdict(wire_of(geometry, own_shape(self.config).batch)) | {"source": SOURCE},
         }
-        return Measurements(worst, keys)
+        return Measurements(worst, family_of(sparse_config(geometry, own_shape(self.config).batch)), keys)
 
     def layers_of(self, geometry: Geometry, batch: int, ranks: int) -> int:
         """Layers of a chain's graph: the model's, or as many whose mailboxes leave L2 room for the keys."""
@@ -113,7 +129,7 @@ class _PointRun:
         self.ranks = BenchRanks(problem, running, checkpoint.eviction)
         self.gate = Gate(self.ranks)
         self.stopwatch = Stopwatch(layers)
-        self.config = sparse_config(self.geometry, shape.batch)
+        self.config = sparse_config(self.geometry, shape.batch, push=checkpoint.push)
         self.allowed_error = 0.0  # of a peer: what we allow ourselves, the largest derived bound of the sparse decode
 
     def measure(self) -> dict[str, Any]:
@@ -121,24 +137,22 @@ class _PointRun:
         checkpoint, label = self.checkpoint, f"{self.point.shape}, {self.point.l2}"
         stages = self.ranks.subjects(self.config)
         before = self._pass_gate(stages, label)
+        self.allowed_error = before["sparse_decode"].largest_bound
         timed, skipped = self._peers()
         measured = [self._slowed(subject) for subject in stages] + [one.subject for one in timed]
         floor_subjects = floors.floor_subjects(self.ranks, self.config)
-        if self.point.compared:
-            gather = floors.fastest_gather(self.ranks, self.stopwatch, TUNING_SAMPLES)
-            floor_subjects += [gather] if gather is not None else []
+        gather = floors.fastest_gather(self.ranks, self.stopwatch, TUNING_SAMPLES)
+        floor_subjects += [gather] if gather is not None else []
         series = self.stopwatch.measure([*measured, *floor_subjects], checkpoint.samples, checkpoint.seed)
         self.ranks.require_no_expired_wait(label)
-        after = self._pass_gate(stages, f"{label}, after the timing")
-        if after.digest != before.digest:
-            raise WrongResult(f"{label}: the kernels left other bits after the timing than before")
+        _require_same_bits(before, self._pass_gate(stages, f"{label}, after the timing"), label)
         for one in timed:
             peer_timing.check(one.peer, one.candidate, self.gate.layers, self._expected, self.allowed_error)
-        checkpoint.passed.append(before)
+        checkpoint.passed.append(before["chain"])
         if self.point.sweep:
             self._sweep()
         if self.stopwatch.layers == checkpoint.config.model.layers:
-            checkpoint.steps.append(self._step(series["chain"]))
+            checkpoint.steps += [self._step(name, series[name]) for name in CHAINS if name in series]
         launch = series["launch"].p50
         shape = self.point.shape
         return {
@@ -158,11 +172,14 @@ class _PointRun:
             | floors.modelled_floors(self.geometry, shape, self.point.l2, checkpoint.platform, launch),
         }
 
-    def _pass_gate(self, stages: Sequence[Subject], label: str) -> Passed:
-        by_name = {subject.name: subject.launch for subject in stages}
-        partial = self.gate.check_sparse(by_name["sparse_decode"], FAMILY, f"{label}, sparse decode")
-        self.allowed_error = partial.largest_bound
-        return self.gate.check_chain(by_name["chain"], FAMILY, f"{label}, chain")
+    def _pass_gate(self, stages: Sequence[Subject], label: str) -> dict[str, Passed]:
+        """What each of the stages that leaves rows passed with."""
+        checks = {"sparse_decode": self.gate.check_sparse} | dict.fromkeys(CHAINS, self.gate.check_chain)
+        return {
+            subject.name: checks[subject.name](subject, self.config, f"{label}, {subject.name}")
+            for subject in stages
+            if subject.name in checks
+        }
 
     def _peers(self) -> tuple[list[peer_timing.TimedPeer], list[dict[str, Any]]]:
         """Those that are timed, and the entries of those that are not."""
@@ -179,23 +196,27 @@ class _PointRun:
         return timed, skipped
 
     def _expected(self, layer: int) -> Any:
-        return self.gate.partial(layer, 0, FAMILY)
+        return self.gate.partial(layer, 0, family_of(self.config))
 
     def _sweep(self) -> None:
         """Every variant's sparse decode, each behind the gate before and after."""
         label = f"{self.point.shape}, {self.point.l2}"
-        variants = {variant_name(config): config for config in swept_variants(self.geometry, self.point.shape.batch)}
+        variants = {variant_name(config): config for config in swept_variants(self.config)}
         subjects = [
             Subject(name, self.ranks.stages(config)["sparse_decode"], self.ranks.prepare_alone, self.ranks.copies)
             for name, config in variants.items()
         ]
-        before = [self.gate.check_sparse(one.launch, FAMILY, f"{label}, {one.name}") for one in subjects]
+
+        def pass_gate(when: str) -> dict[str, Passed]:
+            return {
+                one.name: self.gate.check_sparse(one, variants[one.name], f"{label}, {one.name}{when}")
+                for one in subjects
+            }
+
+        before = pass_gate("")
         series = self.stopwatch.measure(subjects, SWEEP_SAMPLES, self.checkpoint.seed)
         self.ranks.require_no_expired_wait(label)
-        for one, passed in zip(subjects, before, strict=True):
-            after = self.gate.check_sparse(one.launch, FAMILY, f"{label}, {one.name}, after the timing")
-            if after.digest != passed.digest:
-                raise WrongResult(f"{label}, {one.name}: other bits after the timing than before")
+        _require_same_bits(before, pass_gate(", after the timing"), label)
         shape = self.point.shape
         self.checkpoint.sweep += [
             {
@@ -211,7 +232,7 @@ class _PointRun:
             for name, config in variants.items()
         ]
 
-    def _step(self, chain: Series) -> dict[str, Any]:
+    def _step(self, stage: str, chain: Series) -> dict[str, Any]:
         """All the model's layers in one graph, its launch included, against as many times a layer."""
         shape, layers = self.point.shape, self.stopwatch.layers
         statistics = replace(chain, layer=chain.step).statistics()
@@ -221,6 +242,7 @@ class _PointRun:
             "heads": shape.heads,
             "keys": shape.keys,
             "l2": self.point.l2,
+            "stage": stage,
             "layers": layers,
             **statistics,
             "layer_p50_us": chain.p50,
@@ -232,9 +254,9 @@ class _PointRun:
         """With a slowdown asked for: the subject and a kernel that spins that share of its time."""
         if not self.checkpoint.slowdown:
             return subject
-        alone = self.stopwatch.measure([subject], TUNING_SAMPLES, seed=0)[subject.name].p50
-        clock_khz = torch.cuda.get_device_properties(torch.cuda.current_device()).clock_rate
-        cycles = int(self.checkpoint.slowdown * alone * clock_khz * 1e-3)
+        spin = Subject("spin", lambda _layer: torch.cuda._sleep(SPIN_CYCLES))
+        times = self.stopwatch.measure([subject, spin], TUNING_SAMPLES, seed=0)
+        cycles = int(self.checkpoint.slowdown * times[subject.name].p50 / times["spin"].p50 * SPIN_CYCLES)
 
         def launch(layer: int) -> None:
             subject.launch(layer)
@@ -248,6 +270,13 @@ class _PointRun:
     def _rounds(self, series: Series) -> list[float]:
         """Rounds are kept where something is compared; nanoseconds are below what an event resolves."""
         return [round(float(value), 3) for value in series.layer] if self.point.compared else []
+
+
+def _require_same_bits(before: Mapping[str, Passed], after: Mapping[str, Passed], label: str) -> None:
+    """Raises WrongResult, naming the first that left other rows after the timing than before."""
+    for name, passed in before.items():
+        if after[name].digest != passed.digest:
+            raise WrongResult(f"{label}, {name}: other bits after the timing than before")
 
 
 def _line(entry: dict[str, Any]) -> str:

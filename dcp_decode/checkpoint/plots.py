@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dcp_decode.checkpoint import summary
+from dcp_decode.checkpoint.presentation import STAGES
 from dcp_decode.checkpoint.summary import Scaling
 
 OURS, CHAIN, PUBLIC, OWN, FLOOR, WIRE = "#0b5fa5", "#5b8fc7", "#c0563b", "#d9a441", "#3f3f3f", "#9a9a9a"
@@ -28,9 +29,13 @@ STYLE: Any = {
     "grid.color": "#e4e4e4",
     "legend.frameon": False,
 }
-STAGES = ("query_push", "sparse_decode", "merge", "chain", "fused_chain")
-STAGE_FLOORS = {"query_push": "launch", "sparse_decode": None, "merge": "launch", "chain": "chain_launch"}
-LABELS = {"query_push": "query push", "sparse_decode": "sparse decode", "fused_chain": "fused chain"}
+STAGE_FLOORS = {
+    "query_push": "launch",
+    "value_push": "launch",
+    "merge": "launch",
+    "chain": "chain_launch",
+    "fused_chain": "launch",
+}
 
 
 def stage_bars(points: Mapping[str, summary.Point]) -> str:
@@ -49,11 +54,11 @@ def stage_bars(points: Mapping[str, summary.Point]) -> str:
                 floor = _stage_floor(point, name)
                 if floor is not None:
                     axes.plot([place - 0.36, place + 0.36], [floor] * 2, color=FLOOR, linewidth=2)
-            wire = point["floors"].get("wire")
+            wire = point["floors"].get("wire") if point["mode"] != "group" else None
             if wire:
                 axes.bar(len(names), wire["p50_us"], width=0.6, fill=False, hatch="///", edgecolor=WIRE)
                 _label(axes, len(names), wire["p50_us"], f"{wire['p50_us']:.2f}")
-            ticks = [LABELS.get(name, name) for name in names] + (["wire\n(modelled)"] if wire else [])
+            ticks = [name.replace("_", " ") for name in names] + (["wire\n(modelled)"] if wire else [])
             axes.set_xticks(range(len(ticks)), [tick.replace(" ", "\n", 1) for tick in ticks])
             axes.grid(axis="x", visible=False)
             axes.set_title(f"keys {l2} in L2" if l2 == "hot" else "keys evicted from L2 (cold)", loc="left")
@@ -65,7 +70,8 @@ def stage_bars(points: Mapping[str, summary.Point]) -> str:
 
 def peer_bars(point: summary.Point) -> str:
     """Our sparse decode and every peer that ran at a point, the fastest on top."""
-    rows = [("sparse decode (this project)", summary.median(point, "sparse_decode") or 0.0, OURS)]
+    own = summary.median(point, "sparse_decode")
+    rows = [] if own is None else [("sparse decode (this project)", own, OURS)]
     rows += [
         (f"{peer['name']} ({peer['kind']})", peer["p50_us"], PUBLIC if peer["kind"] == "public" else OWN)
         for peer in summary.timed_peers(point)
@@ -86,7 +92,7 @@ def peer_bars(point: summary.Point) -> str:
 
 def distributions(point: summary.Point) -> str:
     """Share of rounds at or below a time, for the stages and for the fastest peer of each kind."""
-    series = [(LABELS.get(name, name), times["rounds_us"]) for name, times in point["stages"].items()]
+    series = [(name.replace("_", " "), times["rounds_us"]) for name, times in point["stages"].items()]
     leads = (summary.lead(point, kind) for kind in ("public", "own"))
     series += [(lead[0]["name"], lead[0]["rounds_us"]) for lead in leads if lead is not None]
     with matplotlib.rc_context(STYLE):
@@ -113,26 +119,26 @@ def scaling(curves: Sequence[Scaling]) -> str:
             _curve(axes, curve.extents, curve.times("chain"), "chain", CHAIN, "s-")
             _curve(axes, curve.extents, curve.times("fused_chain"), "fused chain", CHAIN, "d--")
             for kind, color in (("public", PUBLIC), ("own", OWN)):
-                leads = [_baseline(point, kind) for point in curve.points]
-                _curve(axes, curve.extents, leads, f"best {kind} peer", color, "^:")
-            floors = [found[1] if (found := summary.largest_floor(point)) else None for point in curve.points]
-            _curve(axes, curve.extents, floors, "floor", FLOOR, "--")
+                leads = [summary.lead(point, kind) for point in curve.points]
+                _curve(
+                    axes,
+                    curve.extents,
+                    [lead and lead[0]["p50_us"] for lead in leads],
+                    f"best {kind} peer",
+                    color,
+                    "^:",
+                )
+            _curve(axes, curve.extents, curve.floors(), "floor", FLOOR, "--")
             axes.set_title(curve.l2, loc="left")
             axes.set_xlabel({"batch": "verify rows B", "keys": "keys a row and rank", "heads": "query heads"}[axis])
-            axes.set_ylim(bottom=0)
             if axis == "keys":
                 axes.set_xscale("log", base=2)
             axes.set_xticks(_ticks(curve.extents), [str(extent) for extent in _ticks(curve.extents)])
             axes.minorticks_off()
+        panels[0].set_ylim(bottom=0)  # once both panels have said how high they reach
         panels[0].set_ylabel("us, median")
         panels[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
         return _svg(figure, f"Scaling over {axis}")
-
-
-def _baseline(point: summary.Point, kind: str) -> float | None:
-    """The fastest peer of a kind, without our own local route: that is the same kernel."""
-    peers = [peer for peer in summary.timed_peers(point, kind) if peer["name"] != "own_local_route"]
-    return peers[0]["p50_us"] if peers else None
 
 
 def _stage_floor(point: summary.Point, stage: str) -> float | None:

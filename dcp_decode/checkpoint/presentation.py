@@ -17,7 +17,7 @@ from dcp_decode.presentation import plain_console
 from dcp_decode.records import Plan
 from dcp_decode.results import Conclusion, write_document
 
-STAGES = ("query_push", "sparse_decode", "merge", "chain", "fused_chain")
+STAGES = ("query_push", "sparse_decode", "value_push", "merge", "chain", "fused_chain", "rank_skew")
 MODES = {
     "solo": "solo: one rank's kernels; peers' words lie ready, no NVLink time in it",
     "loopback": "loopback: all ranks' work one after the other on one GPU, no NVLink time in it",
@@ -35,10 +35,12 @@ def publish(conclusion: Conclusion, plan: Plan, html: Path | None) -> None:
     if document.get("points"):
         console, table = plain_console(), points_table(document)
         if not console.is_terminal:  # whole lines, for files and logs
-            console.width = max(console.width, console.measure(table).maximum)
+            console.width = max(
+                console.width, console.measure(table, options=console.options.update(width=1000)).maximum
+            )
         console.print(table)
         for line in notes(document):
-            console.print(line)
+            console.print(line, soft_wrap=True)
         sys.stdout.flush()
         render(path, document, html)
     if conclusion.error is not None:
@@ -98,7 +100,8 @@ def notes(document: Mapping[str, Any]) -> list[str]:
         lines.append(f"wire, modelled and not in any figure above: {modelled:.2f} us a layer ({wire['source']})")
     for step in document["step"]:
         lines.append(
-            f"verify step of {step['layers']} layers in one graph, {step['batch']} x {step['keys']}, {step['l2']}: "
+            f"verify step of {step['layers']} layers in one graph, {step.get('stage', 'chain').replace('_', ' ')}, "
+            f"{step['batch']} x {step['keys']}, {step['heads']} heads, {step['l2']}: "
             f"{step['p50_us']:.1f} us, {'at most' if step['within'] else 'MORE THAN'} {step['allowed_us']:.1f} us "
             f"({step['layers']} x {step['layer_p50_us']:.2f} us + 5 %)"
         )
@@ -106,6 +109,7 @@ def notes(document: Mapping[str, Any]) -> list[str]:
         (peer["name"], peer["skipped"]) for point in document["points"] for peer in point["peers"] if peer["skipped"]
     ):
         lines.append(f"skipped peer {name}: {reason}")
+    lines += [f"WRONG RESULT, not timed: {failure}" for failure in document.get("failures", ())]
     if document["verified"]:
         lines.append(
             f"verified before and after every timing, worst error {document['worst_error']:.3%} "

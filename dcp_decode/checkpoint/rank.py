@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from dcp_decode.checkpoint.gate import Passed
 from dcp_decode.checkpoint.progress import progress_lines
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.fabric.placement import Placement, open_fabric, place
-from dcp_decode.kernels.sparse_config import FAMILY
 from dcp_decode.records import RankReport
+
+if TYPE_CHECKING:
+    from dcp_decode.checkpoint.measure import Measurements
 
 
 def run_single_process(config: RunConfig, quick: bool, slowdown: float, control: ControlPlane) -> RankReport:
@@ -24,7 +25,7 @@ def run_single_process(config: RunConfig, quick: bool, slowdown: float, control:
 
     with progress_lines() as on_progress:
         measured = Checkpoint(config, quick, slowdown).run(on_progress)
-    return report_of(placement, measured.passed, measured.keys)
+    return report_of(placement, measured)
 
 
 def run_group_rank(config: RunConfig, quick: bool, control: ControlPlane) -> RankReport:
@@ -42,7 +43,7 @@ def run_group_rank(config: RunConfig, quick: bool, control: ControlPlane) -> Ran
         fabric.abandon()
         raise
     fabric.close()
-    return report_of(placement, measured.passed, measured.keys)
+    return report_of(placement, measured)
 
 
 def refuse_shared_gpu(placement: Placement, dcp: int) -> None:
@@ -54,14 +55,15 @@ def refuse_shared_gpu(placement: Placement, dcp: int) -> None:
         )
 
 
-def report_of(placement: Placement, passed: Passed, keys: dict[str, Any]) -> RankReport:
+def report_of(placement: Placement, measured: Measurements) -> RankReport:
     """The figures of contract section 7; the checkpoint's own keys stay beside them."""
+    passed, keys = measured.passed, measured.keys
     own = keys["points"][0]
     return RankReport(
         fabric=placement.fabric,
         device="cuda",
-        family=FAMILY,
-        verified=True,
+        family=measured.family,
+        verified=not keys["failures"],
         worst_error=passed.worst.error,
         error_bound=passed.worst.bound,
         checked_steps=len(keys["points"]),

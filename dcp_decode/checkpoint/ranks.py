@@ -24,16 +24,17 @@ from dcp_decode.errors import WaitFailed
 from dcp_decode.fabric.memory import SymmetricMemory
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.configs import QueryConfig, ValueConfig
-from dcp_decode.kernels.launch import run_query, run_sparse, run_value
+from dcp_decode.kernels.launch import run_query, run_sparse, run_value, run_value_push
 from dcp_decode.kernels.query import compile_query
 from dcp_decode.kernels.sparse import compile_sparse
 from dcp_decode.kernels.sparse_config import SparseConfig
-from dcp_decode.kernels.value import compile_value
+from dcp_decode.kernels.value import compile_value, compile_value_push
 from dcp_decode.mailbox import ABORT_OFFSET, CONTROL_BYTES, Mailbox, MailboxLayout, Section, Stage
+
+Launch = Callable[[int], None]
 
 SOLO_RANK = 3
 DEADLINE_NANOSECONDS = 200_000_000
-STAGES = ("query_push", "sparse_decode", "merge")
 
 
 USED_GENERATIONS = 2  # that a chain goes through
@@ -76,7 +77,12 @@ class BenchRanks:
         # What the sources that don't run here would have pushed.
         self.payload = torch.randn((*shape, 512), generator=generator, device="cuda").to(torch.bfloat16)
         self.lse_log2 = torch.randn(shape, generator=generator, device="cuda")
-        self.merged = torch.empty(len(ranks), self.batch, g.owner_heads, 512, dtype=torch.bfloat16, device="cuda")
+        merged = (len(ranks), self.batch, g.owner_heads, numerics.LATENT_DIM)
+        self.merged = torch.empty(merged, dtype=torch.bfloat16, device="cuda")
+        # What the sparse decode of the local route leaves.
+        latent = (len(ranks), self.batch, g.padded_heads, numerics.LATENT_DIM)
+        self.latent = torch.randn(latent, device="cuda").to(torch.bfloat16)
+        self.lse_ln = torch.randn((len(ranks), self.batch, g.padded_heads), device="cuda")
         self.expired = torch.zeros(self.copies, len(ranks), dtype=torch.int32, device="cuda")
         self._alone = self._image(set(range(g.dcp)), chain=False)
         self._chained = self._image(others, chain=True)
@@ -92,29 +98,38 @@ class BenchRanks:
         """Those of the measuring ranks in the copy that a layer uses."""
         return self.mailboxes[layer % self.copies]
 
-    def stages(self, config: SparseConfig) -> dict[str, Callable[[int], None]]:
-        """Launches of layer i by stage, of all measuring ranks, in stream order; `config.pdl` holds for all stages."""
+    def stages(self, config: SparseConfig) -> dict[str, Launch]:
+        """Launches of layer i by stage, of all measuring ranks, in stream order; `config` says route and pdl of all."""
         g, b, problem = self.geometry, self.batch, self.problem
         query = compile_query(QueryConfig(g, b, config.pdl))
         sparse = compile_sparse(config)
-        value = compile_value(ValueConfig(g, b, config.push, config.pdl))
+        value_config = ValueConfig(g, b, config.push, config.pdl)
+        value = compile_value(value_config)
 
-        def query_push(layer: int) -> None:
-            for index, mailbox in enumerate(self.mailboxes_of(layer)):
-                run_query(query, mailbox, self.query[index], current_stream())
+        def query_push(index: int, mailbox: Mailbox, _layer: int) -> None:
+            run_query(query, mailbox, self.query[index], current_stream())
 
-        def sparse_decode(layer: int) -> None:
-            for index, mailbox in enumerate(self.mailboxes_of(layer)):
-                run_sparse(
-                    sparse, mailbox, problem.caches.e4m3, problem.rows_of(layer, index), problem.valid, None, None,
-                    DEADLINE_NANOSECONDS, current_stream(),
-                )  # fmt: skip
+        def sparse_decode(index: int, mailbox: Mailbox, layer: int) -> None:
+            latent, lse_ln = (None, None) if config.push else (self.latent[index], self.lse_ln[index])
+            run_sparse(
+                sparse, mailbox, problem.caches.e4m3, problem.rows_of(layer, index), problem.valid,
+                latent, lse_ln, DEADLINE_NANOSECONDS, current_stream(),
+            )  # fmt: skip
 
-        def merge(layer: int) -> None:
-            for index, mailbox in enumerate(self.mailboxes_of(layer)):
-                run_value(value, mailbox, self.merged[index], DEADLINE_NANOSECONDS, current_stream())
+        def merge(index: int, mailbox: Mailbox, _layer: int) -> None:
+            run_value(value, mailbox, self.merged[index], DEADLINE_NANOSECONDS, current_stream())
 
-        return dict(zip(STAGES, (query_push, sparse_decode, merge), strict=True))
+        stages = {"query_push": query_push, "sparse_decode": sparse_decode}
+        if not config.push:
+            value_push_kernel = compile_value_push(value_config)
+
+            def value_push(index: int, mailbox: Mailbox, _layer: int) -> None:
+                latent, lse_ln = self.latent[index], self.lse_ln[index]
+                run_value_push(value_push_kernel, mailbox, latent, lse_ln, current_stream())
+
+            stages["value_push"] = value_push
+        stages["merge"] = merge
+        return {name: self._on_all_ranks(launch) for name, launch in stages.items()}
 
     def subjects(self, config: SparseConfig) -> list[Subject]:
         """Every stage alone, and the chain of three."""
@@ -126,6 +141,15 @@ class BenchRanks:
 
         alone = [Subject(name, launch, self.prepare_alone, self.copies) for name, launch in stages.items()]
         return [*alone, Subject("chain", chain, self.prepare_chain)]
+
+    def _on_all_ranks(self, launch: Callable[[int, Mailbox, int], None]) -> Launch:
+        """A stage of the measuring ranks, one after the other, from its launch for (rank's number, mailbox, layer)."""
+
+        def launch_all(layer: int) -> None:
+            for index, mailbox in enumerate(self.mailboxes_of(layer)):
+                launch(index, mailbox, layer)
+
+        return launch_all
 
     def prepare_alone(self) -> None:
         """All sources' words are there: for a stage alone."""
@@ -141,8 +165,9 @@ class BenchRanks:
             self.eviction.enqueue()
 
     def poison(self) -> None:
-        """Fill what launches must write with 0xFF: merged rows, and the regions of ranks that don't run here."""
-        self.merged.view(torch.int16).fill_(-1)
+        """Fill what launches must write with 0xFF: outputs, and the regions of ranks that don't run here."""
+        for rows in (self.merged, self.latent, self.lse_ln):
+            rows.view(torch.uint8).fill_(numerics.ARMED_BYTE)
         for sink in self.sinks.values():
             sink.fill_(numerics.ARMED_BYTE)
 

@@ -8,8 +8,8 @@ from typing import Any
 import jinja2
 
 from dcp_decode.checkpoint import summary
-from dcp_decode.checkpoint.plots import LABELS, STAGES, figures
-from dcp_decode.checkpoint.presentation import MODES, notes
+from dcp_decode.checkpoint.plots import figures
+from dcp_decode.checkpoint.presentation import MODES, STAGES, notes
 
 TEMPLATE = "report.html.j2"
 FLOORS = {
@@ -24,7 +24,7 @@ FLOORS = {
 
 
 def render_report(document: Mapping[str, Any]) -> str:
-    """The whole page as text."""
+    """The whole page as text. Raises LookupError for a document that lacks what the page shows."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("dcp_decode.checkpoint", "."),
         autoescape=True,
@@ -34,19 +34,22 @@ def render_report(document: Mapping[str, Any]) -> str:
     )
     environment.filters["us"] = lambda value: "" if value is None else f"{value:.2f}"
     own = summary.own_points(document)
-    return environment.get_template(TEMPLATE).render(
-        document=document,
-        own=own,
-        stages=[name for name in STAGES if any(name in point["stages"] for point in document["points"])],
-        labels=LABELS,
-        figures=figures(document),
-        mode=MODES[document["mode"]],
-        notes=notes(document),
-        floors=FLOORS,
-        summary=summary,
-        cliffs=[
+    values = {
+        "document": document,
+        "own": own,
+        "stages": [name for name in STAGES if any(name in point["stages"] for point in document["points"])],
+        "figures": figures(document),
+        "mode": MODES[document["mode"]],
+        "notes": notes(document),
+        "floors": FLOORS,
+        "summary": summary,
+        "cliffs": [
             (curve, *worst)
             for curve in summary.scalings(document)
             if (worst := curve.worst_cliff("sparse_decode")) is not None
         ],
-    )
+    }
+    try:
+        return environment.get_template(TEMPLATE).render(values)
+    except jinja2.UndefinedError as error:
+        raise LookupError(error.message) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,8 @@ Axis = Literal["batch", "keys", "heads"]
 
 AXES: tuple[Axis, ...] = ("batch", "keys", "heads")
 CLIFF = 1.3  # of the line between a point's neighbours
+DECODE_FLOORS = ("bytes", "dependent_loads", "gather", "launch")
+SAME_KERNEL = frozenset({"own_local_route"})  # timed beside the peers, but no alternative to us
 
 
 def own_points(document: Document) -> dict[str, Point]:
@@ -35,17 +37,15 @@ def timed_peers(point: Point, kind: str | None = None) -> list[Mapping[str, Any]
 
 
 def lead(point: Point, kind: str | None = "public") -> tuple[Mapping[str, Any], float] | None:
-    """The fastest peer and how many times longer it takes than our sparse decode; None without one."""
-    peers, own = timed_peers(point, kind), median(point, "sparse_decode")
+    """The fastest alternative and how many times longer it takes than our sparse decode; None without one."""
+    peers = [peer for peer in timed_peers(point, kind) if peer["name"] not in SAME_KERNEL]
+    own = median(point, "sparse_decode")
     return (peers[0], peers[0]["p50_us"] / own) if peers and own else None
 
 
-def largest_floor(point: Point) -> tuple[str, float] | None:
+def largest_floor(point: Point, names: Collection[str] = DECODE_FLOORS) -> tuple[str, float] | None:
     """The floor that the sparse decode can't undercut whatever it does: name and microseconds."""
-    floors = point["floors"]
-    known = {
-        name: floors[name]["p50_us"] for name in ("bytes", "dependent_loads", "gather", "launch") if name in floors
-    }
+    known = {name: point["floors"][name]["p50_us"] for name in names if name in point["floors"]}
     return max(known.items(), key=lambda item: item[1]) if known else None
 
 
@@ -63,6 +63,12 @@ class Scaling:
 
     def times(self, stage: str) -> list[float | None]:
         return [median(point, stage) for point in self.points]
+
+    def floors(self) -> list[float | None]:
+        """The largest of the floors that are known at every point."""
+        names = [name for name in DECODE_FLOORS if all(name in point["floors"] for point in self.points)]
+        found = [largest_floor(point, names) for point in self.points]
+        return [floor and floor[1] for floor in found]
 
     def cliffs(self, stage: str) -> Iterator[tuple[int, float]]:
         """(extent, time over the line between its neighbours) of every inner point."""
@@ -95,7 +101,12 @@ def scalings(document: Document) -> list[Scaling]:
     return found
 
 
+def fastest_chain(point: Point) -> float | None:
+    """The faster of the chain of launches and the fused one; None where neither was timed."""
+    return min((time for name in ("chain", "fused_chain") if (time := median(point, name)) is not None), default=None)
+
+
 def modelled_chain(point: Point) -> float | None:
-    """Chain plus both crossings of the wire as modelled: not measured."""
-    chain, wire = median(point, "chain"), point["floors"].get("wire")
+    """The fastest chain plus both crossings of the wire as modelled: not measured."""
+    chain, wire = fastest_chain(point), point["floors"].get("wire")
     return chain + wire["p50_us"] if chain is not None and wire else None

@@ -66,6 +66,11 @@ def layer_series(short: np.ndarray, long: np.ndarray, lengths: tuple[int, int]) 
     return Series((long - np.median(short)) / (lengths[1] - lengths[0]), long)
 
 
+def slowest_rank(by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(maximum, spread) over ranks of microseconds [ranks, rounds]."""
+    return by_rank.max(0), by_rank.max(0) - by_rank.min(0)
+
+
 class Stopwatch:
     """Graphs of `layers` layers, and of a fourth of that, on one stream of the current CUDA device."""
 

@@ -7,19 +7,22 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.sparse_config import MAX_TILES, SparseConfig, can_implement, sparse_config
+from dcp_decode.kernels.sparse_config import FAMILY, MAX_TILES, SparseConfig, can_implement
 
 
-def swept_variants(geometry: Geometry, batch: int) -> list[SparseConfig]:
-    """Every variant worth timing at a geometry and batch, the default layout first, without dependent launch last."""
-    default = sparse_config(geometry, batch)
+def swept_variants(default: SparseConfig) -> list[SparseConfig]:
+    """Every variant worth timing where the layout chooses `default`, which comes first; the last is it without pdl."""
     tried = [
-        sparse_config(geometry, batch, tiles=tiles, bulk=bulk, buffers=buffers)
+        replace(default, tiles=tiles, bulk=bulk, buffers=buffers)
         for tiles, bulk, buffers in product(range(1, MAX_TILES + 1), (False, True), (1, 2))
     ]
     allowed = [config for config in tried if can_implement(config) is None]
     return list(dict.fromkeys([default, *allowed, replace(default, pdl=False)]))
+
+
+def family_of(config: SparseConfig) -> str:
+    """The oracle's name for what decides the bits of a variant."""
+    return getattr(config, "family", FAMILY)
 
 
 def variant_name(config: SparseConfig) -> str:

@@ -88,5 +88,9 @@ def _render(document: Path, html: Path | None) -> int:
         raise ConfigError("--render", str(document), f"must be a checkpoint's JSON document ({error})") from None
     if not isinstance(content, dict) or not content.get("points") or content.get("command") != "checkpoint":
         raise ConfigError("--render", str(document), "must be a checkpoint's JSON document with points")
-    render(document, content, html)
+    try:
+        render(document, content, html)
+    except (LookupError, TypeError, ValueError) as error:
+        what = f"must be a document of this version ({type(error).__name__}: {error})"
+        raise ConfigError("--render", str(document), what) from None
     return 0

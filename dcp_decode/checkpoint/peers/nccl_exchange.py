@@ -56,6 +56,10 @@ class NcclExchange:
 
         return launch
 
+    def close(self) -> None:
+        """End the group; collective, when no graph of it is in use."""
+        torch.distributed.destroy_process_group(self.group)
+
     def entry(self, series: Series) -> dict[str, Any]:
         """As contract section 7 has it: no attention, so no error and no keys."""
         return {
