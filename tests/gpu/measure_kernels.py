@@ -1,13 +1,12 @@
-"""Everything a GPU can say about the three kernels, in one JSON document: `python tests/gpu/measure_kernels.py OUTPUT`.
+"""What a GPU says about the kernels' correctness, in one JSON document: `python tests/gpu/measure_kernels.py OUTPUT`.
 
-Runs `pytest -m gpu` on this folder (cases with their worst error, bound and verdict), then the solo latencies of every
-stage and of the chain, then a small use of both routes under compute-sanitizer. Exit code 0 if all of it is clean.
+Runs `pytest -m gpu` on this folder (cases with their worst error, bound and verdict), then a small use of both routes
+under compute-sanitizer. Exit code 0 if all of it is clean. What the kernels take is `dcp-decode checkpoint`'s to say.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
 import os
 import shutil
@@ -19,10 +18,6 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
-# (batch, push, cold); 256 keys a row, 96 heads, 8 ranks, a cache of 131,072 rows.
-POINTS = ((5, True, False), (5, True, True), (5, False, False), (1, True, False), (40, True, False))
-SAMPLES = 51
-POINT_SECONDS = 40
 
 
 def run_cases(seconds: int) -> list[dict]:
@@ -50,40 +45,6 @@ def run_cases(seconds: int) -> list[dict]:
     return cases
 
 
-def measure_points() -> list[dict]:
-    """Solo latency of every stage alone and of the chain."""
-    from solo_rank import SoloRank
-
-    from dcp_decode.geometry import Geometry
-    from dcp_decode.kernels.sparse_config import sparse_config
-
-    points = []
-    for batch, push, cold in POINTS:
-        faulthandler.dump_traceback_later(POINT_SECONDS, exit=True)
-        geometry = Geometry(capacity=batch)
-        solo = SoloRank(geometry, batch, 256, push, cold)
-        kernels = solo.kernels()
-        stages = {name: solo.time([launch], SAMPLES).as_dict() for name, launch in kernels.items()}
-        stages["chain"] = solo.time(list(kernels.values()), SAMPLES).as_dict()
-        point = {
-            "batch": batch,
-            "heads": geometry.heads,
-            "keys": 256,
-            "l2": "cold" if cold else "hot",
-            "mode": "solo",
-            "route": "push" if push else "local",
-            "variant": sparse_config(geometry, batch, push).name,
-            "stages": stages,
-            "peers": [],
-            "floors": {},
-        }
-        points.append(point)
-        times = {name: round(stage["p50_us"], 2) for name, stage in stages.items()}
-        print(batch, "push" if push else "local", point["l2"], times, flush=True)
-    faulthandler.cancel_dump_traceback_later()
-    return points
-
-
 def sanitize(seconds: int) -> dict[str, str]:
     """Tool -> "clean", the last lines of its complaint, or why it did not run."""
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
@@ -109,12 +70,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--commit", help="where the checkout's own history is not at hand")
-    parser.add_argument("--cases-only", action="store_true", help="no timings, no sanitizers")
+    parser.add_argument("--cases-only", action="store_true", help="no sanitizers")
     parser.add_argument("--cases-seconds", type=int, default=300)
     parser.add_argument("--sanitizer-seconds", type=int, default=60)
     arguments = parser.parse_args()
     begin = time.time()
-    points = [] if arguments.cases_only else measure_points()
     from dcp_decode import environment
     from dcp_decode.kernels.sparse_config import FAMILY
 
@@ -128,7 +88,6 @@ def main() -> int:
         "fabric": "loopback",
         "device": environment.describe_device("cuda"),
         "versions": environment.versions(),
-        "points": points,
         "verified": None,
     }
 
