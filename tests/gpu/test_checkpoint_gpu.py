@@ -1,0 +1,96 @@
+"""The checkpoint on a GPU: its stopwatch against known spins, and its gate against rows that are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cutlass")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from dcp_decode.checkpoint.gate import Gate  # noqa: E402
+from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction, Problem  # noqa: E402
+from dcp_decode.checkpoint.points import Shape  # noqa: E402
+from dcp_decode.checkpoint.ranks import SOLO_RANK, BenchRanks  # noqa: E402
+from dcp_decode.checkpoint.timing import Stopwatch, Subject  # noqa: E402
+from dcp_decode.errors import WrongResult  # noqa: E402
+from dcp_decode.geometry import Geometry  # noqa: E402
+from dcp_decode.kernels.sparse_config import sparse_config  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+CYCLES = 20_000
+LAYERS = 4
+
+
+def spin(name: str, cycles: int) -> Subject:
+    return Subject(name, lambda _layer: torch.cuda._sleep(cycles))
+
+
+def test_a_kernel_that_spins_twice_as_long_takes_twice_as_long() -> None:
+    names = {"one": CYCLES, "two": 2 * CYCLES, "four": 4 * CYCLES}
+    times = Stopwatch(8).measure([spin(name, cycles) for name, cycles in names.items()], samples=31, seed=1)
+    first, second = times["two"].p50 - times["one"].p50, times["four"].p50 - times["two"].p50
+    assert second == pytest.approx(2 * first, rel=0.02)
+    # The clock of this GPU: a spin of that many cycles lasts as long as the slope says.
+    assert 0.5e3 < CYCLES / first < 4e3, "cycles a microsecond"
+
+
+@pytest.fixture(scope="module")
+def bench() -> BenchRanks:
+    geometry, shape = Geometry(capacity=5), Shape(5, 96, 256)
+    caches = KeyCaches(2, geometry.k_scale, seed=3)
+    return BenchRanks(Problem(geometry, shape, "cold", 1, LAYERS, caches, seed=4), (SOLO_RANK,), L2Eviction())
+
+
+@pytest.mark.parametrize("push", [True, False], ids=["push", "local"])
+def test_gate_passes_the_kernels_twice_with_the_same_bits(bench: BenchRanks, push: bool) -> None:
+    config = sparse_config(bench.geometry, 5, push)
+    subjects = {subject.name: subject for subject in bench.subjects(config)}
+    gate = Gate(bench)
+    sparse = [gate.check_sparse(subjects["sparse_decode"], config, "sparse").digest for _ in range(2)]
+    chain = [gate.check_chain(subjects["chain"], config, "chain").digest for _ in range(2)]
+    assert sparse[0] == sparse[1]
+    assert chain[0] == chain[1]
+    bench.require_no_expired_wait("gate")
+
+
+def test_gate_finds_one_wrong_column_of_a_partial_row(bench: BenchRanks) -> None:
+    config = sparse_config(bench.geometry, 5)
+    honest = next(subject for subject in bench.subjects(config) if subject.name == "sparse_decode")
+
+    def spoilt(layer: int) -> None:
+        honest.launch(layer)
+        rows = bench.layout.payload.view(bench.sinks[0])
+        rows[0, SOLO_RANK, 2, 7, 300] *= 1.05
+
+    with pytest.raises(WrongResult, match="row 2 head 7"):
+        Gate(bench).check_sparse(replace(honest, launch=spoilt), config, "spoilt")
+
+
+def test_gate_finds_a_stage_that_was_left_out(bench: BenchRanks) -> None:
+    config = sparse_config(bench.geometry, 5)
+    stages = bench.stages(config)
+
+    def without_merge(layer: int) -> None:
+        stages["query_push"](layer)
+        stages["sparse_decode"](layer)
+
+    with pytest.raises(WrongResult):
+        Gate(bench).check_chain(Subject("chain", without_merge, bench.prepare_chain), config, "no merge")
+
+
+def test_gate_finds_words_that_are_left_in_a_mailbox(bench: BenchRanks) -> None:
+    config = sparse_config(bench.geometry, 5)
+    honest = next(subject for subject in bench.subjects(config) if subject.name == "chain")
+
+    def leaving(layer: int) -> None:
+        honest.launch(layer)
+        region = bench.mailboxes_of(layer)[0].memory.local
+        bench.layout.query.view(region)[0, 4, 95, 575] = 0
+
+    with pytest.raises(WrongResult, match="1 mailbox words are not armed"):
+        Gate(bench).check_chain(replace(honest, launch=leaving), config, "leaving")
