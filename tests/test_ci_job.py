@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,11 +18,13 @@ import numpy as np
 import pytest
 
 from dcp_decode.checkpoint.cpu import Clock
+from dcp_decode.doctor.verdicts import kind_of
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT
 from dcp_decode.job import stages
 from dcp_decode.job.report import write_report
 from dcp_decode.job.runner import Outcome, differing_digest, first_error, run_stage
 from dcp_decode.job.stages import Settings, Stage
+from dcp_decode.regression.compare import compare
 
 pytestmark = pytest.mark.xdist_group("launch")
 
@@ -103,6 +107,36 @@ def test_red_with_a_slowdown_of_20_percent(slowdown: float, exit_code: int, tmp_
     assert failures.keys() == (set() if slowdown == 1.0 else {"gate"})
     if slowdown > 1:
         assert "1 slower than 1.1 x" in failures["gate"]
+
+
+BASELINES = sorted((REPOSITORY / "results" / "baselines").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", BASELINES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("slowdown", "slower"), [(1.0, False), (1.2, True)])
+def test_committed_baselines_know_20_percent(path: Path, slowdown: float, slower: bool) -> None:
+    """A baseline against itself, with every stage of ours made slower and the rounds resampled in blocks of five."""
+    base = json.loads(path.read_text())
+    assert path.stem.startswith(kind_of(base["device"]["name"]))
+    new = copy.deepcopy(base)
+    for name, rounds in series_of(new):
+        generator = np.random.default_rng(3)  # the same rounds of every series
+        starts = generator.integers(len(rounds) - 5, size=len(rounds) // 5)
+        blocks = np.concatenate([np.array(rounds)[start : start + 5] for start in starts])
+        rounds[:] = (blocks * (1.0 if ":" in name else slowdown)).tolist()
+    verdicts = {stage.verdict for stage in compare(base, new, limit=1.1).stages}
+    assert ("slower" in verdicts) is slower
+
+
+def series_of(document: dict) -> Iterator[tuple[str, list[float]]]:
+    """Every series of rounds, with a colon in the name if it is none of our stages."""
+    for entry in document.get("distributions", []):
+        yield from entry["samples_us"].items()
+    for point in document.get("points", []):
+        parts = {"": point["stages"].items(), "floor:": point["floors"].items()}
+        parts["peer:"] = [(peer["name"], peer) for peer in point["peers"]]
+        for prefix, timed in parts.items():
+            yield from ((prefix + name, one["rounds_us"]) for name, one in timed if one and one.get("rounds_us"))
 
 
 def test_a_slowdown_costs_its_share_of_cpu_time() -> None:

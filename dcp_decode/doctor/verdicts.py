@@ -122,6 +122,11 @@ def architecture(gpu: Gpu) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= LEAST_CAPABILITY[0] else "")
 
 
+def kind_of(name: str) -> str:
+    """A device's name as a file name: `NVIDIA H200` -> `nvidia-h200`."""
+    return "-".join(re.findall(r"[a-z0-9]+", name.lower()))
+
+
 def _count(names: Any) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
@@ -180,8 +185,7 @@ class _Group:
         """A name of the hardware for file names: the GPU, or the processor with its cores."""
         first = self.ranks[0]
         gpus = self._own_gpus()
-        name = gpus[0].name if on_gpu and gpus else f"{first.processor} {first.cores} cores"
-        return "-".join(re.findall(r"[a-z0-9]+", name.lower()))
+        return kind_of(gpus[0].name if on_gpu and gpus else f"{first.processor} {first.cores} cores")
 
     def build(self, folder: Path) -> Verdict:
         """Whether the kernels built in a folder are those of the config, for the GPUs here."""
