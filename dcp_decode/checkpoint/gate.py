@@ -90,7 +90,7 @@ class Gate:
     def _launch(self, subject: Subject, layer: int) -> None:
         self.ranks.poison()
         subject.launch(layer)
-        torch.cuda.synchronize()
+        self.ranks.synchronize()
 
     def _pushed(self, regions: tuple[torch.Tensor, ...], source: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A source's partial rows BF16 [B, heads, 512] and base-2 LSE [B, heads], gathered from their owners."""

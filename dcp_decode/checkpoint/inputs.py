@@ -21,30 +21,32 @@ BLOCK_SCALES = 4  # FP32 scales of 128 latent values each in a 656-byte row
 
 
 class KeyCaches:
-    """One flat cache of `parts` x PART_ROWS rows on the current GPU, in every format that somebody reads.
+    """One flat cache of `parts` x `part_rows` rows on a device, in every format that somebody reads.
 
     A layer that must find its keys evicted reads its own part.
     """
 
-    def __init__(self, parts: int, scale: float, seed: int) -> None:
-        self.parts = parts
-        self.scale = scale
-        self._generator = torch.Generator(device="cuda").manual_seed(seed)
+    def __init__(
+        self, parts: int, scale: float, seed: int, part_rows: int = PART_ROWS, device: torch.device | str = "cuda"
+    ) -> None:
+        self.parts, self.part_rows, self.scale = parts, part_rows, scale
+        self.device = torch.device(device)
+        self._generator = torch.Generator(device=self.device).manual_seed(seed)
 
     @cached_property
     def e4m3(self) -> torch.Tensor:
-        """uint8 [parts * PART_ROWS, 576]: the flat cache of contract section 3."""
-        rows = torch.empty(self.parts * PART_ROWS, numerics.ROW_BYTES, dtype=torch.uint8, device="cuda")
-        for part in rows.split(PART_ROWS):
-            values = torch.randn(part.shape, generator=self._generator, device="cuda")
+        """uint8 [parts * part_rows, 576]: the flat cache of contract section 3."""
+        rows = torch.empty(self.parts * self.part_rows, numerics.ROW_BYTES, dtype=torch.uint8, device=self.device)
+        for part in rows.split(self.part_rows):
+            values = torch.randn(part.shape, generator=self._generator, device=self.device)
             part.copy_(numerics.quantize_e4m3(values, self.scale))
         return rows
 
     @cached_property
     def bf16(self) -> torch.Tensor:
-        """BF16 [parts * PART_ROWS, 576]: the same values, scale applied."""
-        rows = torch.empty(self.e4m3.shape, dtype=torch.bfloat16, device="cuda")
-        for own, source in zip(rows.split(PART_ROWS), self.e4m3.split(PART_ROWS), strict=True):
+        """BF16 [parts * part_rows, 576]: the same values, scale applied."""
+        rows = torch.empty(self.e4m3.shape, dtype=torch.bfloat16, device=self.device)
+        for own, source in zip(rows.split(self.part_rows), self.e4m3.split(self.part_rows), strict=True):
             own.copy_(numerics.e4m3_values(source) * self.scale)
         return rows
 
@@ -53,11 +55,11 @@ class KeyCaches:
         """uint8 [pages, 64, 1, 656]: 512 E4M3 values, 4 FP32 scales, 64 BF16 values; the same numbers."""
         latent = numerics.LATENT_DIM
         width = latent + 4 * BLOCK_SCALES + 2 * numerics.ROPE_DIM
-        rows = torch.empty(len(self.e4m3), width, dtype=torch.uint8, device="cuda")
+        rows = torch.empty(len(self.e4m3), width, dtype=torch.uint8, device=self.device)
         rows[:, :latent] = self.e4m3[:, :latent]
-        scales = torch.full((1, BLOCK_SCALES), self.scale, device="cuda")
+        scales = torch.full((1, BLOCK_SCALES), self.scale, device=self.device)
         rows[:, latent : latent + 4 * BLOCK_SCALES] = scales.view(torch.uint8)
-        for own, source in zip(rows.split(PART_ROWS), self.e4m3.split(PART_ROWS), strict=True):
+        for own, source in zip(rows.split(self.part_rows), self.e4m3.split(self.part_rows), strict=True):
             rope = (numerics.e4m3_values(source[:, latent:]) * self.scale).to(torch.bfloat16)
             own[:, latent + 4 * BLOCK_SCALES :] = rope.view(torch.uint8)
         return rows.view(-1, PAGE_TOKENS, 1, width)
@@ -66,11 +68,11 @@ class KeyCaches:
 class L2Eviction:
     """Replaces what L2 holds by random bytes."""
 
-    def __init__(self) -> None:
-        self._words = torch.randint(-(1 << 62), 1 << 62, (EVICT_BYTES // 8,), device="cuda")
+    def __init__(self, device: torch.device | str = "cuda", nbytes: int = EVICT_BYTES) -> None:
+        self._words = torch.randint(-(1 << 62), 1 << 62, (nbytes // 8,), device=device)
 
     def enqueue(self) -> None:
-        """Read and write EVICT_BYTES of random bytes on the current stream."""
+        """Read and write all the bytes on the current stream."""
         self._words.bitwise_not_()
 
 
@@ -95,19 +97,20 @@ class Problem:
         own_seed: int = 0,
     ) -> None:
         self.geometry, self.shape, self.l2, self.layers, self.caches = geometry, shape, l2, layers, caches
-        generator = torch.Generator(device="cuda").manual_seed(seed + 1 + own_seed)
+        device, part_rows = caches.device, caches.part_rows
+        generator = torch.Generator(device=device).manual_seed(seed + 1 + own_seed)
         copies = layers if l2 == "cold" else 1
         picks = [
-            torch.randperm(PART_ROWS, generator=generator, device="cuda")[: shape.keys].sort().values
+            torch.randperm(part_rows, generator=generator, device=device)[: shape.keys].sort().values
             for _ in range(copies * ranks * shape.batch)
         ]
-        self.rows = torch.full((copies, ranks, shape.batch, geometry.topk), -1, dtype=torch.int32, device="cuda")
+        self.rows = torch.full((copies, ranks, shape.batch, geometry.topk), -1, dtype=torch.int32, device=device)
         self.rows[..., : shape.keys] = torch.stack(picks).view(copies, ranks, shape.batch, shape.keys).to(torch.int32)
-        parts = torch.arange(copies, dtype=torch.int32, device="cuda") % caches.parts
-        self.rows[..., : shape.keys] += parts[:, None, None, None] * PART_ROWS
-        self.valid = torch.full((shape.batch,), shape.keys, dtype=torch.int32, device="cuda")
+        parts = torch.arange(copies, dtype=torch.int32, device=device) % caches.parts
+        self.rows[..., : shape.keys] += parts[:, None, None, None] * part_rows
+        self.valid = torch.full((shape.batch,), shape.keys, dtype=torch.int32, device=device)
         generator.manual_seed(seed)
-        values = torch.randn((shape.batch, geometry.heads, numerics.ROW_BYTES), generator=generator, device="cuda")
+        values = torch.randn((shape.batch, geometry.heads, numerics.ROW_BYTES), generator=generator, device=device)
         self.query_bytes = numerics.quantize_e4m3(values, geometry.q_scale)
         self.query = (numerics.e4m3_values(self.query_bytes) * geometry.q_scale).to(torch.bfloat16)
 
@@ -118,7 +121,7 @@ class Problem:
     @cached_property
     def indices(self) -> torch.Tensor:
         """int32 [copies, B, keys] for peers: rows of the first measuring rank, counted from the copy's own part."""
-        return self.rows[:, 0, :, : self.shape.keys] % PART_ROWS
+        return self.rows[:, 0, :, : self.shape.keys] % self.caches.part_rows
 
     def indices_of(self, layer: int) -> torch.Tensor:
         """int32 [B, keys] of a layer, to be used with `part_of`."""

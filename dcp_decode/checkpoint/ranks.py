@@ -63,11 +63,12 @@ class BenchRanks:
     def __init__(self, problem: Problem, ranks: tuple[int, ...], eviction: L2Eviction) -> None:
         self.problem, self.ranks, self.eviction = problem, ranks, eviction
         g = self.geometry = problem.geometry
+        device = self.device = problem.caches.device
         self.batch = problem.shape.batch
         self.layout = MailboxLayout(g)
-        generator = torch.Generator(device="cuda").manual_seed(2)
+        generator = torch.Generator(device=device).manual_seed(2)
         self.copies = problem.layers // USED_GENERATIONS
-        self.regions = torch.empty(self.copies, len(ranks), self.layout.nbytes, dtype=torch.uint8, device="cuda")
+        self.regions = torch.empty(self.copies, len(ranks), self.layout.nbytes, dtype=torch.uint8, device=device)
         # One region each, for all copies, of the ranks that don't run here.
         others = set(range(g.dcp)) - set(ranks)
         self.sinks = {rank: torch.empty_like(self.regions[0, 0]) for rank in sorted(others)}
@@ -75,20 +76,20 @@ class BenchRanks:
         self.query = [problem.query[:, self.own_heads(rank)].contiguous() for rank in ranks]
         shape = (len(ranks), g.dcp, self.batch, g.owner_heads)
         # What the sources that don't run here would have pushed.
-        self.payload = torch.randn((*shape, 512), generator=generator, device="cuda").to(torch.bfloat16)
-        self.lse_log2 = torch.randn(shape, generator=generator, device="cuda")
+        self.payload = torch.randn((*shape, 512), generator=generator, device=device).to(torch.bfloat16)
+        self.lse_log2 = torch.randn(shape, generator=generator, device=device)
         merged = (len(ranks), self.batch, g.owner_heads, numerics.LATENT_DIM)
-        self.merged = torch.empty(merged, dtype=torch.bfloat16, device="cuda")
+        self.merged = torch.empty(merged, dtype=torch.bfloat16, device=device)
         # What the sparse decode of the local route leaves.
         latent = (len(ranks), self.batch, g.padded_heads, numerics.LATENT_DIM)
-        self.latent = torch.randn(latent, device="cuda").to(torch.bfloat16)
-        self.lse_ln = torch.randn((len(ranks), self.batch, g.padded_heads), device="cuda")
-        self.expired = torch.zeros(self.copies, len(ranks), dtype=torch.int32, device="cuda")
+        self.latent = torch.randn(latent, device=device).to(torch.bfloat16)
+        self.lse_ln = torch.randn((len(ranks), self.batch, g.padded_heads), device=device)
+        self.expired = torch.zeros(self.copies, len(ranks), dtype=torch.int32, device=device)
         self._alone = self._image(set(range(g.dcp)), chain=False)
         self._chained = self._image(others, chain=True)
         self.regions.fill_(numerics.ARMED_BYTE)
         self.regions[..., :CONTROL_BYTES] = 0
-        torch.cuda.synchronize()
+        self.synchronize()
 
     def own_heads(self, rank: int) -> slice:
         """Gathered heads that a rank owns."""
@@ -171,6 +172,11 @@ class BenchRanks:
         for sink in self.sinks.values():
             sink.fill_(numerics.ARMED_BYTE)
 
+    def synchronize(self) -> None:
+        """Wait for everything enqueued on the ranks' device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def require_no_expired_wait(self, label: str) -> None:
         """Raises WaitFailed if a wait expired in any launch so far."""
         self._note_expired()
@@ -191,7 +197,7 @@ class BenchRanks:
 
     def _image(self, present: set[int], chain: bool) -> _Image:
         g, b = self.geometry, self.batch
-        image = torch.full((len(self.ranks), self.layout.nbytes), numerics.ARMED_BYTE, dtype=torch.uint8, device="cuda")
+        image = torch.full_like(self.regions[0], numerics.ARMED_BYTE)
         image[:, :CONTROL_BYTES] = 0
         for index in range(len(self.ranks)):
             if chain:  # the query push advances it to 0 before the merge reads it
@@ -217,7 +223,7 @@ class BenchRanks:
         for own in self.regions:
             by_rank = self.sinks | dict(zip(self.ranks, own, strict=True))
             regions = tuple(by_rank[rank] for rank in range(self.geometry.dcp))
-            table = torch.tensor([region.data_ptr() for region in regions], dtype=torch.int64, device="cuda")
+            table = torch.tensor([region.data_ptr() for region in regions], dtype=torch.int64, device=self.device)
             mailboxes.append([Mailbox(self.layout, SymmetricMemory(rank, regions, table)) for rank in self.ranks])
         return mailboxes
 

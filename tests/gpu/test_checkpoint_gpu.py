@@ -69,28 +69,3 @@ def test_gate_finds_one_wrong_column_of_a_partial_row(bench: BenchRanks) -> None
 
     with pytest.raises(WrongResult, match="row 2 head 7"):
         Gate(bench).check_sparse(replace(honest, launch=spoilt), config, "spoilt")
-
-
-def test_gate_finds_a_stage_that_was_left_out(bench: BenchRanks) -> None:
-    config = sparse_config(bench.geometry, 5)
-    stages = bench.stages(config)
-
-    def without_merge(layer: int) -> None:
-        stages["query_push"](layer)
-        stages["sparse_decode"](layer)
-
-    with pytest.raises(WrongResult):
-        Gate(bench).check_chain(Subject("chain", without_merge, bench.prepare_chain), config, "no merge")
-
-
-def test_gate_finds_words_that_are_left_in_a_mailbox(bench: BenchRanks) -> None:
-    config = sparse_config(bench.geometry, 5)
-    honest = next(subject for subject in bench.subjects(config) if subject.name == "chain")
-
-    def leaving(layer: int) -> None:
-        honest.launch(layer)
-        region = bench.mailboxes_of(layer)[0].memory.local
-        bench.layout.query.view(region)[0, 4, 95, 575] = 0
-
-    with pytest.raises(WrongResult, match="1 mailbox words are not armed"):
-        Gate(bench).check_chain(replace(honest, launch=leaving), config, "leaving")

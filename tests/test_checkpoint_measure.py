@@ -1,0 +1,180 @@
+"""A whole checkpoint on the CPU, with stand-ins for kernels and clock: what it measures, gates and reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
+pytest.importorskip("cutlass")
+
+import checkpoint_kernels  # noqa: E402
+
+from dcp_decode.checkpoint import floors, measure, ranks  # noqa: E402
+from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction  # noqa: E402
+from dcp_decode.checkpoint.peers.plain_torch import PlainTorch  # noqa: E402
+from dcp_decode.checkpoint.peers.triton_split_kv import TritonSplitKv  # noqa: E402
+from dcp_decode.checkpoint.presentation import notes, points_table  # noqa: E402
+from dcp_decode.checkpoint.rank import report_of  # noqa: E402
+from dcp_decode.checkpoint.timing import Series, Subject  # noqa: E402
+from dcp_decode.config import RunConfig, load_config  # noqa: E402
+from dcp_decode.errors import WrongResult  # noqa: E402
+from dcp_decode.fabric.placement import Placement  # noqa: E402
+
+LAYERS = 6
+
+
+class Clock:
+    """Runs every subject's layers once in order, as a replay would, and gives each its own made-up time."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+
+    def measure(self, subjects: Sequence[Subject], samples: int, seed: int) -> dict[str, Series]:
+        series = {}
+        for number, subject in enumerate(subjects):
+            subject.prepare()
+            for layer in range(subject.layers or self.layers):
+                subject.launch(layer)
+            layer_us = 1.0 + number + np.arange(samples) / 1000
+            series[subject.name] = Series(layer_us, layer_us * self.layers)
+        return series
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    checkpoint_kernels.install(monkeypatch)
+    monkeypatch.setattr(measure, "KeyCaches", partial(KeyCaches, part_rows=256, device="cpu"))
+    monkeypatch.setattr(measure, "L2Eviction", partial(L2Eviction, "cpu", 64))
+    monkeypatch.setattr(measure, "Stopwatch", Clock)
+    monkeypatch.setattr(measure.Checkpoint, "layers_of", lambda *_: LAYERS)
+    monkeypatch.setattr(measure, "ALL_PEERS", (PlainTorch(), TritonSplitKv()))
+    monkeypatch.setattr(measure, "describe_device", lambda device: {"clocks": None})
+    monkeypatch.setattr(floors, "measure_platform", lambda eviction: floors.Platform(4.0, 200.0, 500.0))
+    monkeypatch.setattr(floors, "describe_platform", lambda platform: {})
+    monkeypatch.setattr(floors, "floor_subjects", lambda *_: [Subject("launch", lambda layer: None)])
+    monkeypatch.setattr(floors, "fastest_gather", lambda *_: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def small_config(**overrides: object) -> RunConfig:
+    settings: dict[str, object] = {
+        "model.heads": 16, "model.topk": 32, "model.layers": LAYERS, "parallel.dcp": 2, "service.draft_tokens": 1,
+        "checkpoint.samples": 5, "checkpoint.batches": [1, 3], "checkpoint.compared_batches": [1],
+        "checkpoint.sweep": True,
+    }  # fmt: skip
+    return load_config(None, settings | overrides)
+
+
+def run(config: RunConfig, quick: bool = False) -> tuple[measure.Measurements, list[str]]:
+    lines: list[str] = []
+    measured = measure.Checkpoint(config, quick).run(lambda done, total, line: lines.append(f"{done}/{total} {line}"))
+    json.dumps(measured.keys, allow_nan=False)
+    return measured, lines
+
+
+def entries(keys: dict[str, Any], **wanted: object) -> list[dict[str, Any]]:
+    return [point for point in keys["points"] if all(point[name] == value for name, value in wanted.items())]
+
+
+def test_points_peers_floors_sweep_and_step_are_all_there() -> None:
+    measured, lines = run(small_config())
+    keys = measured.keys
+    assert [(point["batch"], point["l2"]) for point in keys["points"]] == [
+        (batch, l2) for batch in (2, 1, 3) for l2 in ("hot", "cold")
+    ]
+    assert len(lines) == 6
+    assert lines[-1].startswith("6/6 3 x 16, 16 heads, cold: query_push ")
+    for point in keys["points"]:
+        compared = point["batch"] != 3
+        assert list(point["stages"]) == ["query_push", "sparse_decode", "merge", "chain"]
+        assert {len(stage["rounds_us"]) for stage in point["stages"].values()} == {5 if compared else 0}
+        assert set(point["floors"]) == {"launch", "bytes", "dependent_loads", "wire"}
+        assert [peer["name"] for peer in point["peers"]] == (["torch", "triton_split_kv"] if compared else [])
+    torch_peer, triton_peer = keys["points"][0]["peers"]
+    assert torch_peer["skipped"] is None
+    assert 0 < torch_peer["error"] < 0.05
+    assert triton_peer["skipped"] == "triton is not installed"
+    assert {(entry["batch"], entry["l2"]) for entry in keys["sweep"]} == {
+        (b, l2) for b in (2, 1) for l2 in ("hot", "cold")
+    }
+    assert [entry["batch"] for entry in keys["layout"]] == [2, 1]
+    assert len(keys["step"]) == 6
+    assert all(step["within"] and step["layers"] == LAYERS for step in keys["step"])
+    assert keys["failures"] == []
+    assert measured.passed.worst.error <= measured.passed.worst.bound
+
+
+def test_quick_measures_the_own_point_alone() -> None:
+    keys = run(small_config(), quick=True)[0].keys
+    assert [(point["batch"], point["l2"]) for point in keys["points"]] == [(2, "hot"), (2, "cold")]
+    assert keys["profile"] == "quick"
+    assert keys["sweep"] == []
+
+
+def test_local_route_has_its_fourth_stage_and_loopback_no_peers() -> None:
+    local = run(small_config(**{"parallel.route": "local"}), quick=True)[0].keys
+    assert list(local["points"][0]["stages"]) == ["query_push", "sparse_decode", "value_push", "merge", "chain"]
+    loopback = run(small_config(**{"checkpoint.mode": "loopback"}), quick=True)[0].keys
+    assert {point["mode"] for point in loopback["points"]} == {"loopback"}
+    assert all(point["peers"] == [] for point in loopback["points"])
+
+
+def test_point_with_a_wrong_result_is_named_and_fails_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ranks.run_sparse
+
+    def wrong_for_three_rows(config: Any, mailbox: Any, kv: Any, *others: Any) -> None:
+        honest(config, mailbox, kv, *others)
+        if mailbox.geometry.capacity == 3:
+            mailbox.layout.payload.view(mailbox.memory.regions[0])[0, 1, 2, 0, 0] += 1
+
+    monkeypatch.setattr(ranks, "run_sparse", wrong_for_three_rows)
+    measured, lines = run(small_config())
+    assert {point["batch"] for point in measured.keys["points"]} == {2, 1}
+    assert len(measured.keys["failures"]) == 2
+    assert measured.keys["failures"][0].startswith(
+        "3 x 16, 16 heads, hot, sparse_decode, layer 0, rank 1: row 2 head 0"
+    )
+    assert lines[-1].startswith("6/6 WRONG 3 x 16, 16 heads, cold")
+    report = report_of(Placement("loopback", torch.device("cpu"), False, ""), measured)
+    assert report.verified is False
+    assert report.family == "seed"
+    assert report_of(Placement("loopback", torch.device("cpu"), False, ""), run(small_config(), True)[0]).verified
+
+
+def test_other_bits_after_the_timing_are_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ranks.run_sparse
+    calls = []
+
+    def drifting(config: Any, mailbox: Any, *others: Any) -> None:
+        honest(config, mailbox, *others)
+        calls.append(None)
+        # The last bit of an LSE: inside every bound, and still another result.
+        if len(calls) > 2 * LAYERS:
+            mailbox.layout.lse_log2.words(mailbox.memory.regions[0])[0, 1, 0, 0] ^= 1
+
+    monkeypatch.setattr(ranks, "run_sparse", drifting)
+    keys = run(small_config(), quick=True)[0].keys
+    assert keys["failures"] == ["2 x 16, 16 heads, hot, sparse_decode: other bits after the timing than before"]
+    assert [point["l2"] for point in keys["points"]] == ["cold"]
+
+
+def test_checkpoint_without_one_right_point_is_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "run_value", lambda config, mailbox, merged, *others: merged.zero_())
+    with pytest.raises(WrongResult, match="2 x 16, 16 heads, hot, chain"):
+        run(small_config(), quick=True)
+
+
+def test_document_of_a_measurement_is_shown_as_a_table() -> None:
+    keys = run(small_config(), quick=True)[0].keys
+    document = keys | {"verified": True, "worst_error": 0.02, "error_bound": 0.03}
+    assert points_table(document).row_count == 2
+    assert any(line.startswith("verify step of 6 layers in one graph, chain, 2 x 16") for line in notes(document))
