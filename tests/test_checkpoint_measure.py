@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +20,7 @@ import checkpoint_kernels  # noqa: E402
 
 from dcp_decode.checkpoint import floors, measure, ranks  # noqa: E402
 from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction  # noqa: E402
+from dcp_decode.checkpoint.peers import Candidate  # noqa: E402
 from dcp_decode.checkpoint.peers.plain_torch import PlainTorch  # noqa: E402
 from dcp_decode.checkpoint.peers.triton_split_kv import TritonSplitKv  # noqa: E402
 from dcp_decode.checkpoint.presentation import notes, points_table  # noqa: E402
@@ -165,6 +169,44 @@ def test_other_bits_after_the_timing_are_a_wrong_result(monkeypatch: pytest.Monk
     keys = run(small_config(), quick=True)[0].keys
     assert keys["failures"] == ["2 x 16, 16 heads, hot, sparse_decode: other bits after the timing than before"]
     assert [point["l2"] for point in keys["points"]] == ["cold"]
+
+
+def test_peer_that_is_wrong_after_the_timing_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Drifting(PlainTorch):
+        def candidates(self, bench: ranks.BenchRanks) -> list[Candidate]:
+            (honest,) = super().candidates(bench)
+            launches = []
+
+            def launch(layer: int) -> None:
+                honest.launch(layer)
+                launches.append(layer)
+                if len(launches) > 2 * LAYERS:
+                    honest.outputs()[0].mul_(2.0)
+
+            return [replace(honest, launch=launch)]
+
+    monkeypatch.setattr(measure, "ALL_PEERS", (Drifting(),))
+    keys = run(small_config(**{"checkpoint.batches": [], "checkpoint.sweep": False}))[0].keys
+    for point in keys["points"]:
+        if point["batch"] == 2:
+            assert point["peers"][0]["skipped"].startswith("after the timing: wrong result: error 1")
+            assert point["peers"][0]["p50_us"] is None
+    assert keys["failures"] == []
+
+
+def test_a_point_s_memory_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = []
+    made = measure.BenchRanks
+
+    def remembered(*arguments: Any) -> ranks.BenchRanks:
+        bench = made(*arguments)
+        alive.append(weakref.ref(bench))
+        return bench
+
+    monkeypatch.setattr(measure, "BenchRanks", remembered)
+    run(small_config(), quick=True)
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
 
 
 def test_checkpoint_without_one_right_point_is_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:

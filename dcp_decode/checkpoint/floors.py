@@ -9,7 +9,7 @@ number -> key, each a load that waits for the one before) and, in no time measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -137,14 +137,6 @@ def describe_platform(platform: Platform) -> dict[str, Any]:
         "l2_bytes": properties.L2_cache_size,
         "memory_bytes": properties.total_memory,
     }
-
-
-def ratio_to_floor(stages: Mapping[str, Mapping[str, Any]], floors: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Sparse decode over its largest floor (bytes, dependent loads, gather); None where nothing was measured."""
-    largest = max(
-        (floors[name]["p50_us"] for name in ("bytes", "dependent_loads", "gather") if name in floors), default=0
-    )
-    return stages["sparse_decode"]["p50_us"] / largest if largest and "sparse_decode" in stages else None
 
 
 def _empty(config: SparseConfig, pdl: bool) -> EmptyConfig:

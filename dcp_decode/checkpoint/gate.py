@@ -49,6 +49,9 @@ class Gate:
         self.ranks = ranks
         self.problem = ranks.problem
         self.layers = tuple(dict.fromkeys((0, ranks.copies - 1)))
+        # By instance, so that a point's references go with it.
+        self.partial = cache(self._partial)
+        self._merged = cache(self._merge)
 
     def check_sparse(self, subject: Subject, config: SparseConfig, label: str) -> Passed:
         """A sparse decode alone, on its route. Raises WrongResult, naming label, layer, row and head."""
@@ -101,8 +104,7 @@ class Gate:
 
         return gathered(layout.payload), gathered(layout.lse_log2)
 
-    @cache  # noqa: B019 (lives as long as the point that it belongs to)
-    def partial(self, layer: int, index: int, family: str) -> oracle.Partial:
+    def _partial(self, layer: int, index: int, family: str) -> oracle.Partial:
         """Expected partial of measuring rank number `index`: all heads."""
         problem = self.problem
         return oracle.walk_partial(
@@ -114,8 +116,7 @@ class Gate:
             oracle.family_named(family),
         )
 
-    @cache  # noqa: B019
-    def _merged(self, layer: int, index: int, family: str) -> oracle.Merged:
+    def _merge(self, layer: int, index: int, family: str) -> oracle.Merged:
         """Expected merged rows of measuring rank number `index`: its own heads over all sources."""
         ranks = self.ranks
         heads = ranks.own_heads(ranks.ranks[index])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dcp_decode import oracle
 from dcp_decode.checkpoint import floors, peer_timing
 from dcp_decode.checkpoint.gate import Gate, Passed
 from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction, Problem
@@ -146,8 +147,7 @@ class _PointRun:
         series = self.stopwatch.measure([*measured, *floor_subjects], checkpoint.samples, checkpoint.seed)
         self.ranks.require_no_expired_wait(label)
         _require_same_bits(before, self._pass_gate(stages, f"{label}, after the timing"), label)
-        for one in timed:
-            peer_timing.check(one.peer, one.candidate, self.gate.layers, self._expected, self.allowed_error)
+        peers = [self._peer_entry(one, series[one.subject.name]) for one in timed] + skipped
         checkpoint.passed.append(before["chain"])
         if self.point.sweep:
             self._sweep()
@@ -163,11 +163,7 @@ class _PointRun:
             "mode": checkpoint.mode,
             "variant": variant_name(self.config),
             "stages": {subject.name: self._statistics(series[subject.name]) for subject in stages},
-            "peers": [
-                peer_timing.entry_of(one, series[one.subject.name], self._rounds(series[one.subject.name]))
-                for one in timed
-            ]
-            + skipped,
+            "peers": peers,
             "floors": {subject.name: self._statistics(series[subject.name]) for subject in floor_subjects}
             | floors.modelled_floors(self.geometry, shape, self.point.l2, checkpoint.platform, launch),
         }
@@ -195,7 +191,16 @@ class _PointRun:
                 skipped.append(peer_timing.skipped_entry(peer, str(reason)))
         return timed, skipped
 
-    def _expected(self, layer: int) -> Any:
+    def _peer_entry(self, timed: peer_timing.TimedPeer, series: Series) -> dict[str, Any]:
+        """Of a timed peer, if its rows are still right after the timing."""
+        try:
+            peer_timing.check(timed.peer, timed.candidate, self.gate.layers, self._expected, self.allowed_error)
+        except PeerSkipped as reason:
+            return peer_timing.skipped_entry(timed.peer, f"after the timing: {reason}")
+        return peer_timing.entry_of(timed, series, self._rounds(series))
+
+    def _expected(self, layer: int) -> oracle.Partial:
+        """Of the first measuring rank."""
         return self.gate.partial(layer, 0, family_of(self.config))
 
     def _sweep(self) -> None:

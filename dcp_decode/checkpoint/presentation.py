@@ -98,7 +98,10 @@ def notes(document: Mapping[str, Any]) -> list[str]:
     if document["mode"] != "group":
         modelled = wire["query_us"] + wire["value_us"]
         lines.append(f"wire, modelled and not in any figure above: {modelled:.2f} us a layer ({wire['source']})")
+    own = document["points"][0]
     for step in document["step"]:
+        if step["within"] and any(step[extent] != own[extent] for extent in ("batch", "heads", "keys")):
+            continue
         lines.append(
             f"verify step of {step['layers']} layers in one graph, {step.get('stage', 'chain').replace('_', ' ')}, "
             f"{step['batch']} x {step['keys']}, {step['heads']} heads, {step['l2']}: "

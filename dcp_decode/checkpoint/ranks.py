@@ -35,8 +35,6 @@ Launch = Callable[[int], None]
 
 SOLO_RANK = 3
 DEADLINE_NANOSECONDS = 200_000_000
-
-
 USED_GENERATIONS = 2  # that a chain goes through
 
 
