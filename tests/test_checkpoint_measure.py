@@ -154,6 +154,25 @@ def test_point_with_a_wrong_result_is_named_and_fails_the_checkpoint(monkeypatch
     assert report_of(Placement("loopback", torch.device("cpu"), False, ""), run(small_config(), True)[0]).verified
 
 
+def test_wrong_variant_is_left_out_of_the_sweep_and_its_point_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ranks.run_sparse
+
+    def wrong_in_bulk(config: Any, mailbox: Any, *others: Any) -> None:
+        honest(config, mailbox, *others)
+        if config.bulk:
+            mailbox.layout.payload.view(mailbox.memory.regions[0])[0, 1, 0, 0, 0] += 1
+            mailbox.abort_word.fill_(1)
+
+    monkeypatch.setattr(ranks, "run_sparse", wrong_in_bulk)
+    keys = run(small_config(**{"checkpoint.batches": [], "checkpoint.compared_batches": []}))[0].keys
+    assert [point["l2"] for point in keys["points"]] == ["hot", "cold"]
+    assert len(keys["failures"]) == 4
+    assert all("_bulk" in failure for failure in keys["failures"])
+    timed = {entry["variant"] for entry in keys["sweep"]}
+    assert timed
+    assert not any("_bulk" in name for name in timed)
+
+
 def test_other_bits_after_the_timing_are_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = ranks.run_sparse
     calls = []

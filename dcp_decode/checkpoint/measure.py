@@ -7,7 +7,7 @@ for swept points:  every kernel variant through the same gate, the sparse decode
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from dcp_decode.config import RunConfig
 from dcp_decode.environment import describe_device
 from dcp_decode.errors import WrongResult
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.sparse_config import sparse_config
+from dcp_decode.kernels.sparse_config import SparseConfig, sparse_config
 
 LEAST_COPIES = 3
 SWEEP_SAMPLES = 25
@@ -49,7 +49,7 @@ class Measurements:
 
 
 class Checkpoint:
-    """All points of a config on the current GPU. A point whose gate is not passed is left out, and named.
+    """All points of a config on the current GPU. What does not pass its gate is left out, and named in `failures`.
 
     slowdown: every stage spins that share of its own time longer; proves that a regression gate can fail.
     """
@@ -204,7 +204,7 @@ class _PointRun:
         return self.gate.partial(layer, 0, family_of(self.config))
 
     def _sweep(self) -> None:
-        """Every variant's sparse decode, each behind the gate before and after."""
+        """Every variant's sparse decode, each behind the gate before and after; one that fails there is left out."""
         label = f"{self.point.shape}, {self.point.l2}"
         variants = {variant_name(config): config for config in swept_variants(self.config)}
         subjects = [
@@ -213,15 +213,18 @@ class _PointRun:
         ]
 
         def pass_gate(when: str) -> dict[str, Passed]:
-            return {
-                one.name: self.gate.check_sparse(one, variants[one.name], f"{label}, {one.name}{when}")
+            tried = {
+                one.name: self._attempt(self.gate.check_sparse, one, variants[one.name], f"{label}, {one.name}{when}")
                 for one in subjects
             }
+            return {name: passed for name, passed in tried.items() if passed is not None}
 
         before = pass_gate("")
+        subjects = [subject for subject in subjects if subject.name in before]
         series = self.stopwatch.measure(subjects, SWEEP_SAMPLES, self.checkpoint.seed)
         self.ranks.require_no_expired_wait(label)
-        _require_same_bits(before, pass_gate(", after the timing"), label)
+        after = pass_gate(", after the timing")
+        _require_same_bits({name: before[name] for name in after}, after, label)
         shape = self.point.shape
         self.checkpoint.sweep += [
             {
@@ -235,7 +238,19 @@ class _PointRun:
                 **series[name].statistics(),
             }
             for name, config in variants.items()
+            if name in after
         ]
+
+    def _attempt(
+        self, check: Callable[[Subject, SparseConfig, str], Passed], subject: Subject, config: SparseConfig, label: str
+    ) -> Passed | None:
+        """What an alternative passes its gate with; None, and the checkpoint fails, if it does not."""
+        try:
+            return check(subject, config, label)
+        except WrongResult as error:
+            self.checkpoint.failures.append(str(error))
+            self.ranks.forget_expired_waits()
+            return None
 
     def _step(self, stage: str, chain: Series) -> dict[str, Any]:
         """All the model's layers in one graph, its launch included, against as many times a layer."""

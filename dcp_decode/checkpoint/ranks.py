@@ -181,6 +181,11 @@ class BenchRanks:
         if bool(self.expired.any()):
             raise WaitFailed(f"{label}: a mailbox wait expired while timing")
 
+    def forget_expired_waits(self) -> None:
+        """After a launch whose failure has been noted: its wait says nothing about those that follow."""
+        self.regions[..., :CONTROL_BYTES] = 0
+        self.expired.zero_()
+
     def _prepare(self, image: _Image) -> None:
         self.prepare_eviction()
         self._note_expired()
