@@ -105,7 +105,9 @@ class Family:
 
 
 SEED_FAMILY = Family("seed", split=4, chunk=64)
-FAMILIES = {family.name: family for family in (SEED_FAMILY,)}
+# The same split and anchors, so the same twin; another order of the FP32 sums (`kernels.sparse_probabilities`).
+PROBABILITIES_FAMILY = Family("probabilities", split=4, chunk=64)
+FAMILIES = {family.name: family for family in (SEED_FAMILY, PROBABILITIES_FAMILY)}
 
 
 def family_named(name: str) -> Family:

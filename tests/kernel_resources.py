@@ -49,6 +49,7 @@ def variants() -> dict[str, tuple[str, KernelConfig]]:
     found |= {"merge_push": ("merge", push["merge"]), "merge_local": ("merge", local["merge"])}
     sparse = [sparse_config(g, 5, route, tiles=tiles) for route in (True, False) for tiles in (1, 2, 3)]
     sparse += [sparse_config(g, 5, tiles=tiles, bulk=True) for tiles in (1, 2, 3)]
+    sparse += [sparse_config(g, 5, tiles=tiles, exchange="probabilities") for tiles in (1, 2, 3)]
     return found | {config.name: ("sparse_decode", config) for config in sparse}
 
 

@@ -1,19 +1,20 @@
-"""Static choices of the sparse decode kernel: typed refusals and the shared-memory picture (no GPU, no cutlass)."""
+"""Static choices of the sparse decode kernel: typed refusals and the shared-memory pictures (no GPU, no cutlass)."""
 
 from __future__ import annotations
 
 import pytest
 
+from dcp_decode import oracle
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.sparse_config import (
-    MAX_SHARED_BYTES,
-    SPLIT,
+    EXCHANGES,
     RefusalReason,
-    SharedLayout,
     can_implement,
     sparse_config,
     sparse_for,
+    sparse_variants,
 )
+from dcp_decode.kernels.sparse_shared import MAX_SHARED_BYTES, SPLIT, PartialsLayout, ProbabilitiesLayout
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,9 @@ from dcp_decode.kernels.sparse_config import (
         ({"tiles": 0}, RefusalReason.TILES),
         ({"buffers": 3}, RefusalReason.BUFFERS),
         ({"architecture": "sm_80"}, RefusalReason.ARCHITECTURE),
+        ({"exchange": "probability"}, RefusalReason.EXCHANGE),
+        ({"exchange": "probabilities", "bulk": True}, RefusalReason.EXCHANGE),
+        ({"exchange": "probabilities", "tiles": 3, "buffers": 2}, RefusalReason.SHARED_MEMORY),
     ],
 )
 def test_refusals_are_typed(choices, reason):
@@ -46,11 +50,25 @@ def test_default_layouts_run(heads, push):
         assert sparse_for(Geometry(heads=heads, padded_heads=128), batch, push) is None
 
 
+def test_the_default_exchanges_partials():
+    """Probabilities are a variant to ask for until their whole test file has run on a GPU."""
+    assert {sparse_config(Geometry(capacity=40), batch).family for batch in (1, 5, 8, 16, 40)} == {"seed"}
+
+
+def test_variants_are_unique_and_run():
+    geometry = Geometry(capacity=5)
+    variants = sparse_variants(geometry, 5)
+    assert variants[0] == sparse_config(geometry, 5)
+    assert {variant.exchange for variant in variants} == set(EXCHANGES)
+    assert len({variant.name for variant in variants}) == len(variants)
+    assert all(can_implement(variant) is None for variant in variants)
+    assert {variant.family for variant in variants} <= set(oracle.FAMILIES)
+
+
 @pytest.mark.parametrize(("tiles", "buffers"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
-def test_shared_regions_do_not_overlap(tiles, buffers):
-    layout = SharedLayout(tiles, buffers)
+def test_shared_regions_of_partials_do_not_overlap(tiles, buffers):
+    layout = PartialsLayout(tiles, buffers)
     starts = [
-        layout.inbox_barrier,
         layout.statistics,
         layout.rescale,
         layout.probabilities,
@@ -61,8 +79,34 @@ def test_shared_regions_do_not_overlap(tiles, buffers):
         layout.nbytes,
     ]
     assert starts == sorted(set(starts))
-    assert layout.key_barrier(buffers - 1) + 8 <= layout.abort_flag
+    assert layout.key_barrier(buffers - 1) + 8 <= layout.abort_flag < layout.use_number < layout.statistics
     # Own and staged partials lie over dead regions only, and never over the inbox that peers write.
     assert layout.query <= layout.own_partial
     assert layout.staged(SPLIT - 1) <= layout.inbox
     assert layout.nbytes <= MAX_SHARED_BYTES
+
+
+@pytest.mark.parametrize(("tiles", "buffers"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
+def test_shared_regions_of_probabilities_do_not_overlap(tiles, buffers):
+    layout = ProbabilitiesLayout(tiles, buffers)
+    starts = [
+        layout.statistics,
+        layout.maxima,
+        layout.probabilities,
+        layout.outgoing,
+        layout.query,
+        layout.values,
+        layout.keys,
+        layout.scores,
+        layout.scores + layout.slabs * layout.slab_bytes,
+    ]
+    assert starts == sorted(set(starts))
+    assert starts[-1] <= layout.kept <= layout.nbytes <= MAX_SHARED_BYTES
+    places = [layout.inbox_barrier, *(layout.key_barrier(buffer) for buffer in range(2))]
+    for barrier in (layout.value_barrier, layout.probability_barrier, layout.keys_free_barrier):
+        places += [barrier(0), barrier(1)]
+    places += [layout.values_free_barrier(0), layout.values_free_barrier(1)]
+    assert places == [8 * index for index in range(11)]
+    assert places[-1] + 8 <= layout.abort_flag
+    # The sums of all heads lie over keys and scores, not over what three tiles keep.
+    assert layout.outputs + layout.head_rows * layout.output_pitch <= layout.kept

@@ -176,19 +176,34 @@ def _braced(count: int) -> str:
     return "{" + ",".join(f"${index}" for index in range(count)) + "}"
 
 
+def wait_barrier(address: Any, parity: Any) -> None:
+    """mbarrier.try_wait until the phase of this parity has completed; no time hint: with one, a thread wakes late."""
+    _instruction(
+        "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n@!p bra again;\n}",
+        [],
+        [address, parity],
+    )
+
+
 def map_shared(address: Any, cta: Any) -> Any:
     """mapa.shared::cluster: the address of the same shared byte in another CTA of the cluster."""
     return _instruction("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], [address, cta], pure=True)
 
 
 def store_async(address: Any, values: Sequence[Any], barrier: Any) -> None:
-    """st.async.v2/.v4: words into a peer CTA's shared memory, counted as bytes by that CTA's mbarrier."""
+    """st.async[.v2/.v4].b32: words into a peer CTA's shared memory, counted as bytes by that CTA's mbarrier."""
     count = len(values)
+    suffix = _VECTOR_SUFFIX[count]
     _instruction(
-        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{count}.b32 [$0], {_vector(2, count)}, [$1];",
+        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{suffix}.b32 [$0], {_vector(2, count)}, [$1];",
         [],
         [address, barrier, *values],
     )
+
+
+def copy_async(destination: Any, source: Any, count_bytes: Any) -> None:
+    """cp.async.cg of 16 bytes global to own shared memory, zeros after the first `count_bytes` (0 reads nothing)."""
+    _instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [destination, source, count_bytes])
 
 
 def bulk_load(destination: Any, source: Any, count_bytes: int, barrier: Any) -> None:
@@ -215,6 +230,16 @@ def fence_async_shared() -> None:
 
 
 # Registers -----------------------------------------------------------------------------------------------------------
+
+
+def opaque(value: Any) -> Any:
+    """mov.b32 that the compiler can't see through: what follows from it is computed here, not kept in registers."""
+    return _instruction("mov.b32 $0, $1;", [Int32], [value])
+
+
+def grid_z() -> Any:
+    """%ctaid.z, read here: the compiler keeps no register for it until then."""
+    return _instruction("mov.u32 $0, %ctaid.z;", [Int32], [])
 
 
 def minimum_int32(left: Any, right: Any) -> Any:
@@ -298,6 +323,12 @@ def select_less(left: Any, right: Any, below: Any, otherwise: Any) -> Any:
     """selp.f32: `below` where the int32 `left` < `right`, else `otherwise`."""
     code = "{\n.reg .pred p;\nsetp.lt.s32 p, $1, $2;\nselp.f32 $0, $3, $4, p;\n}"
     return _instruction(code, [Float32], [left, right, below, otherwise], pure=True)
+
+
+def select_less_int32(left: Any, right: Any, below: int, otherwise: int) -> Any:
+    """selp.s32: `below` where the int32 `left` < `right`, else `otherwise`; both constants."""
+    code = f"{{\n.reg .pred p;\nsetp.lt.s32 p, $1, $2;\nselp.s32 $0, {below}, {otherwise}, p;\n}}"
+    return _instruction(code, [Int32], [left, right], pure=True)
 
 
 def exp2(value: Any) -> Any:

@@ -1,40 +1,61 @@
 """SparseDcpDecode: sparse MLA decode of one DCP layer over this rank's share of every row's top-k keys.
 
-A cluster of SPLIT = 4 CTAs serves (16 t heads, row); CTA s takes the row's keys s, s + 4, s + 8 .. in chunks of 64:
+A cluster of SPLIT = 4 CTAs serves (16 t heads, row); CTA s scores the row's keys s, s + 4, s + 8 .. in chunks of 64.
+What the CTAs then send each other is a choice, with a family of bits each:
 
-    query mailbox --query warps--> shared | flat cache --16 warps x 4 bulk copies a chunk--> shared (2 buffers)
+    partials         FP32 sums over the own keys to the CTA that merges their columns      24 KB a CTA and tile, once
+    probabilities    E4M3 P of the own keys to all; each sums its own columns over all     3 KB a CTA and tile, a round
+
+    query mailbox --query warps--> shared | flat cache --bulk copies, cp.async--> shared
                                           v
-    scores (depths x key groups) -> softmax (a warp a head) -> P bytes -> values (a warp 32 columns), FP32 registers
-                                          v after the last chunk
-    partials --st.async--> the CTA that merges their columns --BF16, LSE--> owners' value mailboxes | latent, lse
+    scores (depths x key groups) -> softmax (a warp a head) -> P bytes -> values, FP32 registers
+                                          v
+    merged rows: BF16, LSE --> owners' value mailboxes | latent, lse
 
-Rooms: `sparse_config` (choices, shared memory, refusals), `sparse_query` (arrival, re-arm, fence), `sparse_chunk`
-(gather, scores, softmax, values), `sparse_merge` (exchange, merge, outputs). Nothing is read from global memory before
-`griddepcontrol.wait`; the generation is the use counter modulo the generations; one thread advances the
-query stage's counter.
+Rooms: `sparse_config` (choices, refusals, layout), `sparse_shared` (shared memory), `sparse_query` (arrival, re-arm,
+fence), `sparse_chunk` (scores, softmax), `sparse_partials`, `sparse_gather` and `sparse_probabilities` (the exchanges),
+`sparse_outputs`. Nothing is read from global memory before `griddepcontrol.wait`; the generation is the use counter
+modulo the generations, read by the query warps only; one thread advances the query stage's counter.
 
-One accumulation order for the whole family `seed`: every product is f16 x f16 + FP32 (E4M3 unpacked exactly), products
-and sums outside the tensor cores are mul.rn / add.rn / fma.rn, so tiles, bulk, buffers and routes share every bit.
+Every product is f16 x f16 + FP32 (E4M3 unpacked exactly), products and sums outside the tensor cores are mul.rn /
+add.rn / fma.rn, so tiles, bulk, buffers and routes share every bit of a family.
 
 Measured on one H200 (132 SMs, driver 580, CUDA graph with programmatic dependent launch, solo rank, slope between
-graphs of 10 and 40 launches, 96 heads; three machines, within 3 %). Registers: 96 / 113 / 126 for tiles 1 / 2 / 3:
+graphs of 4 and 16 launches, 96 heads, 256 keys a row; several machines; medians vary by 0.4 us between runs at B = 5):
 
-    B x keys            5 x 256 hot  cold  1 x 256  40 x 256  5 x 0  5 x 512  5 x 2048  40 x 2048
-    us                  5.14 - 5.20  5.8   4.9      32.2      3.1    6.8      17.4      104
+    us                       B = 1        5      5 cold       8         16        5 x 2048
+    partials, 1 tile      4.6 - 4.9    4.6 - 5.1   5.6     9.4 - 9.6    19.3    17.0 - 17.7
+    partials, 2 tiles                    7.6              8.6          17.1
+    probabilities, 1      4.4 - 4.6    4.5 - 5.3   5.6     8.6          17.3    not measured
+    probabilities, 2      6.7          6.9         7.2     7.3          14.5    not measured
+    probabilities, 3      9.6          9.8        10.1     9.9          19.6    not measured
 
-    5 x 256 without: the use counter -0.18, the fence -0.03, the re-arm 0, the push of the rows instead of local -0.1
-    to -0.3; with: bulk exchange +0.4, no dependent launch +0.55, one key buffer 0, two tiles +2.5.
+    B = 40: partials 32.2 (3 tiles), 35 (2); probabilities 29.8 (2 tiles, earlier build)
+
+Where a row's time goes (probabilities, 5 x 256, SM clocks after the dependency wait, mean of all CTAs; 1 us = 1980):
+
+    first loads back 870 | keys issued 1240 - 1600 | query staged 2260 | keys and query here 3070 | scores 3820 |
+    barrier 3980 | P sent 4510 | P of all here 5780 | values 6800 | statistics 6870 | stored 7370
+
+So two dependent loads before the query (use counter, words) and one before the keys cost as much as the arithmetic.
+From P sent to 5100 the warps send their statistics, work that could hide the exchange of P instead.
+
+The exchange of probabilities is not the default. Its edge counts (0 to 2048 keys, both routes, 1 to 3 tiles) have run
+on an H200 against oracle, twin and family `seed`, bit for bit where the families agree; NaN inputs, aborted waits,
+compute-sanitizer and one key buffer with one or two tiles have not, nor have two and three tiles of partials since they
+share this code with it (an earlier form has).
 
 Tried and dropped:
 * `fence.acq_rel.sys` by 512 polling threads: 5.2 -> 6.6 us wherever it stood; hence the query warps (sparse_query).
 * Loading the query of both generations before the counter is known: hides 0.2 us of latency, costs 0.2 us of L2.
-* Reallocating registers from query to compute warps (setmaxnreg): 96 suffice for one tile; the pool is what the CTA
-  started with (640 x 96), and asking for more waits for ever.
-* Fewer unpacking instructions: with none at all (wrong results) only 0.14 us less; they don't bound the kernel.
+* Reallocating registers from query to compute warps (setmaxnreg): the pool is what the CTA started with (640 x 96), and
+  asking for more waits for ever.
 * Launching dependents at the start, before the merge or at the end: equal for a solo kernel; static choice `trigger`.
-* Double-buffered keys gain nothing at one chunk and 1 us of 18 at eight: latency of the two barriers, softmax and MMA
-  chains bounds a chunk (1.8 us), not the gather. A software pipeline over chunks is the open idea there; at one chunk
-  it is the exchange (24 KB in and out of a CTA over DSMEM).
+* Exchange of partials: double-buffered keys gain nothing at one chunk and 1 us of 18 at eight; bulk exchange +0.4 us.
+* Exchange of probabilities by 16 compute warps that gather too (two CTAs' values a warp): 5.2 us, 27 at 2048 keys, 4080
+  instructions a scheduler (partials: 3280), of which three quarters are addresses and other work that every warp
+  repeats; clusters of 8 or 2 CTAs were slower still (8.0 to 15.5 us at 5 x 256). Hence 8 compute and 4 gather warps.
+* mbarrier waits without the time hint that CuTe DSL gives them: 0.05 us less.
 """
 
 from __future__ import annotations
@@ -47,12 +68,10 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from dcp_decode.kernels import arrival, disk_cache, ptx
-from dcp_decode.kernels.sparse_chunk import VALUE_STEP, SparseChunk, store_fp8_pair_shared, transpose4
+from dcp_decode.kernels.sparse_arguments import COMPUTE, QUERY_STAGED, QUERY_WARPS_DONE, SparseArguments, Worker
+from dcp_decode.kernels.sparse_chunk import store_fp8_pair_shared, transpose4
 from dcp_decode.kernels.sparse_config import (
-    CHUNK,
-    ROW_PITCH,
-    SPLIT,
-    WARPS,
+    COMPUTE_WARPS,
     SparseConfig,
     SparseRefusal,
     SparseRefused,
@@ -61,11 +80,16 @@ from dcp_decode.kernels.sparse_config import (
     sparse_for,
     sparse_layout,
 )
-from dcp_decode.kernels.sparse_merge import SparseMerge
+from dcp_decode.kernels.sparse_partials import SparsePartials
+from dcp_decode.kernels.sparse_probabilities import SparseProbabilities
 from dcp_decode.kernels.sparse_query import SparseQuery
+from dcp_decode.kernels.sparse_shared import SPLIT
 from dcp_decode.mailbox import Stage
 
 __all__ = [
+    "COMPUTE",
+    "QUERY_STAGED",
+    "QUERY_WARPS_DONE",
     "SparseDcpDecode",
     "compile_sparse",
     "sparse_config",
@@ -76,14 +100,7 @@ __all__ = [
 ]
 
 
-# Named barriers of a CTA: all warps; the query has been staged; the compute warps alone.
-QUERY_STAGED = 1
-COMPUTE = 2
-QUERY_WARPS_DONE = 3
-COMPUTE_THREADS = 32 * WARPS
-
-
-class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
+class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
     """The kernel specialised for one `SparseConfig`."""
 
     def __init__(self, config: SparseConfig) -> None:
@@ -113,8 +130,10 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
         deadline: Int64,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch over (SPLIT, head tiles, batch rows); arguments as in `launch.run_sparse`, addresses as integers."""
-        self.kernel(region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline).launch(
+        """Launch over (split, head tiles, batch rows); arguments as in `launch.run_sparse`, addresses as integers."""
+        self.kernel(
+            SparseArguments(region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline)
+        ).launch(
             grid=self.config.grid,
             block=[self.config.threads, 1, 1],
             cluster=[SPLIT, 1, 1],
@@ -127,226 +146,129 @@ class SparseDcpDecode(SparseQuery, SparseChunk, SparseMerge):
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        region: Int64,
-        table: Int64,
-        rank: Int32,
-        kv: Int64,
-        rows: Int64,
-        valid: Int64,
-        latent: Int64,
-        lse: Int64,
-        scale_log2: Float32,
-        out_scale: Float32,
-        deadline: Int64,
-    ) -> None:
+    def kernel(self, arguments: SparseArguments) -> None:
+        worker = self.begin()
+        if worker.warp >= self.config.first_query_warp:
+            self.serve_query(arguments, self.counted_from(worker, self.config.first_query_warp))
+        else:
+            self.compute(arguments, worker)
+        self.end()
+
+    @cute.jit
+    def begin(self) -> Worker:
+        """Set-up of a CTA up to its dependency wait: barriers, abort flag, first cluster arrival."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         split, tile_group, row = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(thread // 32)
         memory = cute.arch.get_dyn_smem(Uint8, alignment=1024)
-        shared = Int32(memory.toint())
         barriers = cute.recast_ptr(memory, dtype=Int64)
+        shared = Int32(memory.toint())
         if thread == 0:
-            for barrier in cutlass.range_constexpr(1 + config.buffers):
-                cute.arch.mbarrier_init(barriers + barrier, 1)
+            for barrier, arrivals in enumerate(self.barrier_arrivals):
+                cute.arch.mbarrier_init(barriers + barrier, arrivals)
             # Orders the initialisation before the relaxed cluster arrival for the peers' st.async and bulk copies.
             cute.arch.mbarrier_init_fence()
             cute.arch.mbarrier_arrive_and_expect_tx(barriers, self.inbox_bytes)
+            if cutlass.const_expr(config.exchange == "probabilities"):
+                for parity in cutlass.range_constexpr(2):
+                    barrier = barriers + (config.probabilities_layout.probability_barrier(parity) // 8)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.probability_tx)
             ptx.store_shared(shared + config.shared.abort_flag, [Int32(0)])
         cute.arch.cluster_arrive_relaxed()
         if cutlass.const_expr(config.trigger == "start"):
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        return Worker(row, tile_group, split, thread, warp, thread % 32, shared, barriers)
 
-        use = arrival.read_use(region, int(Stage.SPARSE))
-        if cutlass.const_expr(config.query_warps > 0):
-            if warp >= WARPS:
-                self.serve_query(region, rank, use, deadline, row, tile_group, split, thread - COMPUTE_THREADS, shared)
-            else:
-                self.compute(
-                    region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline, use, row,
-                    tile_group, split, thread, shared, barriers,
-                )  # fmt: skip
-        else:
-            self.compute(
-                region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline, use, row,
-                tile_group, split, thread, shared, barriers,
-            )  # fmt: skip
-        if cutlass.const_expr(config.trigger == "end"):
+    @property
+    def barrier_arrivals(self) -> list[int]:
+        """Arrivals of every mbarrier in shared memory, in the order of the layouts."""
+        inbox, keys = [1], [1, 1]
+        if self.config.exchange == "partials":
+            return inbox + keys
+        values, probabilities, keys_free, values_free = [32 * self.config.gather_warps] * 2, [1, 1], [1, 1], [1, 1]
+        return inbox + keys + values + probabilities + keys_free + values_free
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Bytes that the inbox barrier of every CTA counts: all CTAs' statistics, and the peers' partials."""
+        statistics = SPLIT * self.config.head_rows * 8
+        return statistics + (self.partials_bytes if self.config.exchange == "partials" else 0)
+
+    def counted_from(self, worker: Worker, warp: int) -> Worker:
+        """The same thread, counted from the first one of that warp."""
+        return worker._replace(thread=worker.thread - 32 * warp, warp=worker.warp - warp)
+
+    @cute.jit
+    def end(self) -> None:
+        """What all threads do last."""
+        if cutlass.const_expr(self.config.trigger == "end"):
             cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(config.bulk):
+        if cutlass.const_expr(self.config.bulk):
             # The peers have received the copies out of this CTA's staged partials.
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
     @cute.jit
-    def compute(
-        self,
-        region: Int64,
-        table: Int64,
-        rank: Int32,
-        kv: Int64,
-        rows: Int64,
-        valid: Int64,
-        latent: Int64,
-        lse: Int64,
-        scale_log2: Float32,
-        out_scale: Float32,
-        deadline: Int64,
-        use: Int32,
-        row: Int32,
-        tile_group: Int32,
-        split: Int32,
-        thread: Int32,
-        shared: Int32,
-        barriers: cute.Pointer,
-    ) -> None:
-        """The 16 compute warps: gather, attention, outputs; in wide CTAs they serve the query as well."""
-        config = self.config
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        lane = thread % 32
+    def compute(self, arguments: SparseArguments, worker: Worker) -> None:
+        """All warps but the query warps: gather, attention, outputs; without query warps they serve the query too."""
+        if cutlass.const_expr(self.config.exchange == "partials"):
+            self.compute_partials(arguments, worker)
+        elif worker.warp < COMPUTE_WARPS:
+            self.compute_probabilities(arguments, worker)
+        else:
+            self.gather(arguments, self.counted_from(worker, COMPUTE_WARPS))
+        cute.arch.cluster_wait()
+        if cutlass.const_expr(self.config.query_warps == 0):
+            # The address is formed again: kept, it would cost the two registers that three tiles lack.
+            self.release_query(worker, self.query_address(arguments, worker, self.use_number(worker)))
+
+    @cute.jit
+    def compute_partials(self, arguments: SparseArguments, worker: Worker) -> None:
+        """The 16 compute warps with the exchange of partials."""
         # First level of loads: neither depends on the other.
-        count = ptx.load_global_int32(valid + Int64(row) * 4)
-        index = self.load_index(rows, row, split, Int32(0), warp, lane)
-        count = ptx.minimum_int32(ptx.maximum_int32(count, Int32(0)), Int32(config.geometry.topk))
-        # Key j of the row goes to CTA j % SPLIT.
-        keys = (count - split + (SPLIT - 1)) // SPLIT
+        count = self.load_count(arguments, worker)
+        index = self.own_index(arguments, worker, Int32(0))
+        keys = self.keys_of_cta(count, worker)
+        self.before_gather()
         if keys > 0:
-            self.gather(kv, index, Int32(0), keys, warp, lane, shared, barriers)
-        if cutlass.const_expr(config.query_warps == 0):
-            address = self.query_address(region, use, row, tile_group)
-            self.receive_query(address, region, rank, use, deadline, row, tile_group, thread, shared)
-            self.advance_query_use(region, split, tile_group, row, thread)
+            self.gather_chunk(index, Int32(0), keys, arguments, worker)
+        if cutlass.const_expr(self.config.query_warps == 0):
+            self.receive_and_publish(arguments, worker)
         # The peers' barriers are initialised: their first arrival. The second one completes only when the threads that
         # poll have arrived too, each after its last poll; waiting here hides the barrier behind the query.
         cute.arch.cluster_wait()
         cute.arch.cluster_arrive_relaxed()
-        cute.arch.barrier(barrier_id=QUERY_STAGED, number_of_threads=config.threads)
+        cute.arch.barrier(barrier_id=QUERY_STAGED, number_of_threads=self.config.staged_threads)
         if count > 0:
-            self.attend(
-                kv, rows, table, latent, lse, index, keys, scale_log2, out_scale, rank, use, row, tile_group,
-                split, warp, lane, shared, barriers,
-            )  # fmt: skip
+            self.attend_partials(keys, arguments, worker)
         else:
-            self.empty_row(table, latent, lse, rank, use, row, tile_group, split, warp, lane, shared)
-        cute.arch.cluster_wait()
-        if cutlass.const_expr(config.query_warps == 0):
-            # The use number is read again: kept, the address would cost the two registers that three tiles lack.
-            address = self.query_address(region, arrival.read_use(region, int(Stage.SPARSE)), row, tile_group)
-            self.release_query(address, split, thread, shared)
+            self.empty_row(arguments, worker)
 
     @cute.jit
-    def serve_query(
-        self,
-        region: Int64,
-        rank: Int32,
-        use: Int32,
-        deadline: Int64,
-        row: Int32,
-        tile_group: Int32,
-        split: Int32,
-        thread: Int32,
-        shared: Int32,
-    ) -> None:
-        """The query warps of a one-tile CTA, from the first load to the fence; also for rows of count 0."""
-        address = self.query_address(region, use, row, tile_group)
-        self.receive_query(address, region, rank, use, deadline, row, tile_group, thread, shared)
-        cute.arch.barrier_arrive(barrier_id=QUERY_STAGED, number_of_threads=self.config.threads)
-        self.advance_query_use(region, split, tile_group, row, thread)
+    def receive_and_publish(self, arguments: SparseArguments, worker: Worker) -> Int64:
+        """A query thread up to its last poll; returns the address of the CTA's query words."""
+        use = arrival.read_use(arguments.region, int(Stage.SPARSE))
+        gave_up = arrival.read_abort(arguments.region)
+        address = self.query_address(arguments, worker, use)
+        self.receive_query(arguments, worker, use, address)
+        self.publish_use(worker, use, gave_up)
+        self.advance_query_use(arguments, worker)
+        return address
+
+    @cute.jit
+    def serve_query(self, arguments: SparseArguments, worker: Worker) -> None:
+        """The query warps, from the first load to the fence; also for rows of count 0."""
+        address = self.receive_and_publish(arguments, worker)
+        cute.arch.barrier_arrive(barrier_id=QUERY_STAGED, number_of_threads=self.config.staged_threads)
         # First arrival of the peers (their barriers), then: this CTA has its words, do the others?
         cute.arch.cluster_wait()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.barrier(barrier_id=QUERY_WARPS_DONE, number_of_threads=self.config.query_threads)
         cute.arch.cluster_wait()
-        self.release_query(address, split, thread, shared)
-
-    @cute.jit
-    def attend(
-        self,
-        kv: Int64,
-        rows: Int64,
-        table: Int64,
-        latent: Int64,
-        lse: Int64,
-        first_index: Int32,
-        keys: Int32,
-        scale_log2: Float32,
-        out_scale: Float32,
-        rank: Int32,
-        use: Int32,
-        row: Int32,
-        tile_group: Int32,
-        split: Int32,
-        warp: Int32,
-        lane: Int32,
-        shared: Int32,
-        barriers: cute.Pointer,
-    ) -> None:
-        """All chunks of this CTA's keys (perhaps none), then the cluster's merge, for a row of count > 0."""
-        config = self.config
-        accumulators = cute.make_rmem_tensor(16 * config.tiles, Float32)
-        running_max = cute.make_rmem_tensor(config.tiles, Float32)
-        running_sum = cute.make_rmem_tensor(config.tiles, Float32)
-        accumulators.fill(0.0)
-        running_max.fill(float("-inf"))
-        running_sum.fill(0.0)
-        next_index = cute.make_rmem_tensor(1, Int32)
-        next_index[0] = Int32(0)
-        query = None
-        if cutlass.const_expr(self.query_in_registers):
-            query = self.query_operands(warp, lane, shared)
-        chunks = (keys + (CHUNK - 1)) // CHUNK
-        if chunks > 1:
-            next_index[0] = self.load_index(rows, row, split, Int32(1), warp, lane)
-        for chunk in cutlass.range(chunks, unroll=1):
-            left = keys - chunk * CHUNK
-            buffer = chunk % config.buffers
-            base = shared + config.shared.keys + buffer * (CHUNK * ROW_PITCH)
-            if cutlass.const_expr(config.buffers == 2):  # noqa: SIM102 (a static and a dynamic condition)
-                # The other buffer is free: all its readers passed the first barrier of the previous chunk.
-                if left > CHUNK:
-                    self.gather(kv, next_index[0], chunk + 1, left - CHUNK, warp, lane, shared, barriers)
-                    next_index[0] = self.load_index(rows, row, split, chunk + 2, warp, lane)
-            cute.arch.mbarrier_wait(barriers + (1 + buffer), chunk // config.buffers % 2)
-            self.scores(query, base, warp, lane, shared)
-            value_words = self.load_values(base, left, warp, lane)
-            # Partial scores are complete, and the key buffer has been read.
-            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
-            if cutlass.const_expr(config.buffers == 1):  # noqa: SIM102
-                if left > CHUNK:
-                    self.gather(kv, next_index[0], chunk + 1, left - CHUNK, warp, lane, shared, barriers)
-                    next_index[0] = self.load_index(rows, row, split, chunk + 2, warp, lane)
-            self.softmax(running_max, running_sum, left, scale_log2, warp, lane, shared)
-            # While other warps are still in the softmax.
-            values = [self.transpose_values(value_words, step) for step in range(2)]
-            # P and the rescale factors are complete, and the scores have been read.
-            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
-            if chunk > 0:
-                self.rescale_accumulators(accumulators, lane, shared)
-            self.values(accumulators, values[0], 0, lane, shared)
-            if left > VALUE_STEP:
-                self.values(accumulators, values[1], 1, lane, shared)
-
-        owner_bases = self.owner_bases(table, tile_group, warp)
-        if cutlass.const_expr(config.bulk):
-            self.stage(accumulators, split, warp, lane, shared)
-            self.send_statistics(running_max, running_sum, split, warp, lane, shared)
-            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
-            self.send_staged(split, warp, lane, shared)
-        else:
-            self.exchange(accumulators, split, warp, lane, shared)
-            self.send_statistics(running_max, running_sum, split, warp, lane, shared)
-            # This CTA's own partials are complete.
-            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
-        if cutlass.const_expr(config.trigger == "merge"):
-            cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.mbarrier_wait(barriers, 0)
-        for tile in cutlass.range_constexpr(config.tiles):
-            owner_base = owner_bases[tile] if config.push else Int64(0)
-            self.merge(tile, owner_base, latent, lse, out_scale, rank, use, row, tile_group, split, warp, lane, shared)
+        self.release_query(worker, address)
 
 
 @cache

@@ -1,11 +1,10 @@
-"""One chunk of up to 64 keys of a CTA: gather, scores, softmax, values.
+"""Keys of a CTA in chunks of 64: gather, scores, probabilities; shared by both exchanges.
 
 How the 16 warps share the work (g = lane / 4, q = lane % 4; a tile is 16 query heads):
 
     gather   warp w, lane 0..3     rows 4 w + lane of the chunk, one 576-byte bulk copy each
     scores   warp w                keys 16 (w / 4) .. + 15 x bytes 144 (w % 4) .. + 143 x 16 heads, 9 steps of m16n8k16
     softmax  warp w                head w of each tile; lane: the two keys 16 (lane / 8) + lane % 8 and + 8
-    values   warp w                latent columns 32 w .. + 31 x 64 keys x 16 heads, m16n8k16
 
 E4M3 operands are unpacked to f16 (exact) because mma with E4M3 operands is emulated on all three architectures by the
 same unpacking and two f16 mma; doing it here lets one tile keep its query fragments in registers for all chunks and
@@ -23,8 +22,8 @@ which is what `transpose4` makes of four ldmatrix.trans words of V (byte 0 and 1
 2 and 3: of key 2 q + 1; word i: key block 8 i). P bytes are stored in that order: a lane of the softmax writes its two
 keys as adjacent bytes and a lane of the values step reads its eight bytes of a 32-key step at once.
 
-Keys past the count: their scores are replaced by -inf (P = 0), and their V bytes are zeroed up to the next 32-key step
-because 0 x NaN of stale shared memory would be NaN. Later steps are skipped.
+Keys past the count: their scores are replaced by -inf (P = 0), and their V bytes are zeros, because 0 x NaN of stale
+shared memory would be NaN.
 """
 
 from __future__ import annotations
@@ -36,24 +35,17 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from dcp_decode import numerics
+from dcp_decode.geometry import HEAD_TILE
 from dcp_decode.kernels import ptx
-from dcp_decode.kernels.sparse_config import (
-    CHUNK,
-    DEPTHS,
-    PROBABILITY_PITCH,
-    ROW_PITCH,
-    SCORE_PITCH,
-    SPLIT,
-    WARPS,
-    SparseConfig,
-)
+from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
+from dcp_decode.kernels.sparse_config import SparseConfig
+from dcp_decode.kernels.sparse_shared import CHUNK, DEPTHS, ROW_PITCH, SCORE_PITCH, SPLIT
 
 STEP_BYTES = 16  # bytes of a row in one mma step
 DEPTH_STEPS = numerics.ROW_BYTES // STEP_BYTES // DEPTHS
-GATHER_ROWS = CHUNK // WARPS  # rows a warp gathers
 VALUE_STEP = 32  # keys of one transposed V step
-HEADS = 16
 EMPTY = -math.inf
+SPLIT_BITS = SPLIT.bit_length() - 1
 
 
 def store_fp8_pair_shared(pointer: Any, low: Any, high: Any) -> None:
@@ -101,8 +93,15 @@ def transposed_values(words: list[Any]) -> list[list[list[Any]]]:
     return [[[columns[parity][half], columns[2 + parity][half]] for half in range(2)] for parity in range(2)]
 
 
+def probability_operands(address: Any, pitch: int) -> list[list[Any]]:
+    """f16 left operands (2 mma of a 32-key step) of the P bytes of heads g (at a lane's address) and g + 8."""
+    upper = ptx.load_shared(address, 2, Uint32)
+    lower = ptx.load_shared(address + 8 * pitch, 2, Uint32)
+    return [query_operand(upper[half_step], lower[half_step]) for half_step in range(2)]
+
+
 class SparseChunk:
-    """Gather, scores, softmax and values of `SparseDcpDecode`; accumulators are registers of the caller."""
+    """Gather, scores and softmax of `SparseDcpDecode`."""
 
     config: SparseConfig
 
@@ -111,194 +110,187 @@ class SparseChunk:
         """One tile keeps its unpacked query for all chunks (36 registers); more tiles reload it from shared memory."""
         return self.config.tiles == 1
 
-    @cute.jit
-    def load_index(self, rows: Int64, row: Int32, split: Int32, chunk: Int32, warp: Int32, lane: Int32) -> Int32:
-        """Flat cache row that this lane gathers in `chunk` (lanes 0 .. 3; clamped, as it may precede the count)."""
+    @property
+    def warp_heads(self) -> int:
+        """Heads of a tile whose softmax and output one warp computes: adjacent ones."""
+        return HEAD_TILE // self.config.compute_warps
+
+    @property
+    def warp_keys(self) -> int:
+        """Keys of a chunk whose partial scores one warp computes."""
+        return CHUNK * DEPTHS // self.config.compute_warps
+
+    def before_gather(self) -> None:
+        """Called by every warp that gathers, between its first loads and copies; a fused kernel waits here."""
+
+    def load_count(self, arguments: SparseArguments, worker: Worker) -> Any:
+        """The row's count of keys, 0 .. K."""
+        count = ptx.load_global_int32(arguments.valid + Int64(worker.row) * 4)
+        return ptx.minimum_int32(ptx.maximum_int32(count, Int32(0)), Int32(self.config.geometry.topk))
+
+    def keys_of_cta(self, count: Any, worker: Worker) -> Any:
+        """How many of a row's `count` keys are this CTA's: key j of the row goes to CTA j % SPLIT."""
+        return (count - worker.split + (SPLIT - 1)) >> SPLIT_BITS
+
+    def load_row_number(self, arguments: SparseArguments, worker: Worker, key: Any) -> Any:
+        """Flat cache row of a key of the worker's row, clamped to the list's width: it may precede the count."""
         width = self.config.geometry.topk
-        index = Int32(0)
-        if lane < GATHER_ROWS:
-            key = split + SPLIT * (chunk * CHUNK + warp * GATHER_ROWS + lane)
-            place = Int64(row) * width + Int64(ptx.minimum_int32(key, Int32(width - 1)))
-            index = ptx.load_global_int32(rows + place * 4)
-        return index
+        place = Int64(worker.row) * width + Int64(ptx.minimum_int32(key, Int32(width - 1)))
+        return ptx.load_global_int32(arguments.rows + place * 4)
 
     @cute.jit
-    def gather(
+    def load_index(
+        self, arguments: SparseArguments, worker: Worker, chunk: Int32, first: Int32, width: cutlass.Constexpr
+    ) -> Int32:
+        """Flat cache row of the key that this lane gathers in `chunk`: positions `first` + lane, `width` lanes."""
+        index = Int32(0)
+        if worker.lane < width:
+            position = chunk * CHUNK + first + worker.lane
+            index = self.load_row_number(arguments, worker, worker.split + SPLIT * position)
+        return index
+
+    def key_buffer(self, worker: Worker, chunk: Any) -> Any:
+        """Address of the buffer of a chunk's keys."""
+        return worker.shared + self.config.shared.keys + (chunk & (self.config.buffers - 1)) * (CHUNK * ROW_PITCH)
+
+    @cute.jit
+    def expect_keys(self, chunk: Int32, keys: Int32, worker: Worker) -> None:
+        """One thread: arm the barrier of a chunk of which `keys` keys are left, at least one."""
+        count = ptx.minimum_int32(keys, Int32(CHUNK))
+        barrier = worker.barriers + (1 + (chunk & (self.config.buffers - 1)))
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * numerics.ROW_BYTES)
+
+    @cute.jit
+    def gather_keys(
         self,
-        kv: Int64,
         index: Int32,
         chunk: Int32,
         keys: Int32,
-        warp: Int32,
-        lane: Int32,
-        shared: Int32,
-        barriers: cute.Pointer,
+        first: Int32,
+        width: cutlass.Constexpr,
+        arguments: SparseArguments,
+        worker: Worker,
     ) -> None:
-        """Start the copies of a chunk with `keys` keys left (at least one) and zero V up to its last 32-key step."""
-        buffer = chunk % self.config.buffers
-        count = ptx.minimum_int32(keys, Int32(CHUNK))
-        base = shared + self.config.shared.keys + buffer * (CHUNK * ROW_PITCH)
-        if (warp == 0) & (lane == 0):
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers + (1 + buffer), count * numerics.ROW_BYTES)
-        position = warp * GATHER_ROWS + lane
-        if (lane < GATHER_ROWS) & (position < count):
+        """Start this warp's copies of a chunk of which `keys` keys are left; the other arguments are `load_index`'s."""
+        position = first + worker.lane
+        if (worker.lane < width) & (position < keys):
             ptx.bulk_load(
-                base + position * ROW_PITCH,
-                kv + Int64(index) * numerics.ROW_BYTES,
+                self.key_buffer(worker, chunk) + position * ROW_PITCH,
+                arguments.kv + Int64(index) * numerics.ROW_BYTES,
                 numerics.ROW_BYTES,
-                shared + self.config.shared.key_barrier(0) + buffer * 8,
+                worker.shared + self.config.shared.key_barrier(0) + (chunk & (self.config.buffers - 1)) * 8,
             )
-        padded = (count + (VALUE_STEP - 1)) // VALUE_STEP * VALUE_STEP
-        for turn in cutlass.range_constexpr(VALUE_STEP // WARPS):
-            missing = count + warp + turn * WARPS
-            if missing < padded:
-                zero = Uint32(0)
-                ptx.store_shared(base + missing * ROW_PITCH + lane * 16, [zero, zero, zero, zero])
 
     @cute.jit
-    def scores(self, query: Any, base: Int32, warp: Int32, lane: Int32, shared: Int32) -> None:
-        """Partial scores of this warp's keys and depth into shared memory; `query`: operands of one tile or None."""
-        head_rows = self.config.head_rows
-        depth = warp % DEPTHS
-        group = warp // DEPTHS
-        octet_row = (lane // 8) % 2 * 8 + lane % 8
-        column = (depth * DEPTH_STEPS + lane // 16) * STEP_BYTES
-        key_place = base + (group * 16 + octet_row) * ROW_PITCH + column
-        sums = [[[Float32(0.0)] * 4, [Float32(0.0)] * 4] for _ in range(self.config.tiles)]
+    def wait_for_keys(self, chunk: Int32, worker: Worker) -> None:
+        bits = self.config.buffers - 1
+        ptx.wait_barrier(worker.shared + self.config.shared.key_barrier(0) + (chunk & bits) * 8, (chunk >> bits) & 1)
+
+    def scores(self, query: Any, chunk: Any, slab: Any, worker: Worker) -> None:
+        """Partial scores of this warp's keys and depth into the slab; `query`: operands of one tile or None."""
+        depth = worker.warp % DEPTHS
+        first_key = worker.warp // DEPTHS * self.warp_keys
+        octet_row = (worker.lane // 8) % 2 * 8 + worker.lane % 8
+        column = (depth * DEPTH_STEPS + worker.lane // 16) * STEP_BYTES
+        key_place = self.key_buffer(worker, chunk) + (first_key + octet_row) * ROW_PITCH + column
+        for pairs in self.score_passes:
+            self.score_pairs(pairs, query, key_place, depth, first_key, slab, worker)
+
+    @property
+    def score_passes(self) -> list[range]:
+        """Pairs of key octets that share unpacked query operands: all, or one where registers are short."""
+        pairs = self.warp_keys // 16
+        width = 1 if self.config.tiles > 2 else pairs
+        return [range(first, first + width) for first in range(0, pairs, width)]
+
+    def score_pairs(
+        self, pairs: range, query: Any, key_place: Any, depth: Any, first_key: Any, slab: Any, worker: Worker
+    ) -> None:
+        """Partial scores of all tiles with some pairs of key octets, 16 keys each: what one ldmatrix covers."""
+        tiles = range(self.config.tiles)
+        sums = {(tile, pair, octet): [Float32(0.0)] * 4 for tile in tiles for pair in pairs for octet in range(2)}
         # Steps outside, tiles inside: each pair of key operands serves all tiles and then dies.
-        for first in cutlass.range_constexpr(0, DEPTH_STEPS, 2):
-            keys = load_key_operands(key_place, first)
-            for tile in cutlass.range_constexpr(self.config.tiles):
-                if cutlass.const_expr(self.query_in_registers):
+        for first in range(0, DEPTH_STEPS, 2):
+            keys = {pair: load_key_operands(key_place + pair * 16 * ROW_PITCH, first) for pair in pairs}
+            for tile in tiles:
+                if self.query_in_registers:
                     operands = query[first : first + 2]
                 else:
-                    operands = load_query_operands(self.query_place(tile, warp, lane, shared), first)
-                for offset in cutlass.range_constexpr(len(operands)):
-                    for octet in cutlass.range_constexpr(2):
-                        sums[tile][octet] = ptx.mma_f16(operands[offset], keys[offset][octet], sums[tile][octet])
-        for tile in cutlass.range_constexpr(self.config.tiles):
-            upper = [sums[tile][octet][element] for element in (0, 1) for octet in range(2)]
-            lower = [sums[tile][octet][element] for element in (2, 3) for octet in range(2)]
-            # (head g, keys 2 q and 2 q + 8, then 2 q + 1 and 2 q + 9): what one softmax lane reads is adjacent.
-            line = depth * head_rows + tile * HEADS + lane // 4
-            place = shared + self.config.shared.scores + line * SCORE_PITCH + (group * 16 + lane % 4 * 4) * 4
-            ptx.store_shared(place, upper)
-            ptx.store_shared(place + 8 * SCORE_PITCH, lower)
+                    operands = load_query_operands(self.query_place(tile, worker), first)
+                for offset, operand in enumerate(operands):
+                    for pair in pairs:
+                        for octet in range(2):
+                            place = (tile, pair, octet)
+                            sums[place] = ptx.mma_f16(operand, keys[pair][offset][octet], sums[place])
+        for tile in tiles:
+            for pair in pairs:
+                upper = [sums[tile, pair, octet][element] for element in (0, 1) for octet in range(2)]
+                lower = [sums[tile, pair, octet][element] for element in (2, 3) for octet in range(2)]
+                # (head g, keys 2 q and 2 q + 8, then 2 q + 1 and 2 q + 9): what one softmax lane reads is adjacent.
+                line = depth * self.config.head_rows + tile * HEAD_TILE + worker.lane // 4
+                place = slab + line * SCORE_PITCH + (first_key + pair * 16 + worker.lane % 4 * 4) * 4
+                ptx.store_shared(place, upper)
+                ptx.store_shared(place + 8 * SCORE_PITCH, lower)
 
-    def query_place(self, tile: int, warp: Any, lane: Any, shared: Any) -> Any:
+    def query_place(self, tile: int, worker: Worker) -> Any:
         """A lane's ldmatrix address of one tile's query for this warp's depth."""
-        row = tile * HEADS + (lane // 8) % 2 * 8 + lane % 8
-        column = (warp % DEPTHS * DEPTH_STEPS + lane // 16) * STEP_BYTES
-        return shared + self.config.shared.query + row * ROW_PITCH + column
+        row = tile * HEAD_TILE + (worker.lane // 8) % 2 * 8 + worker.lane % 8
+        column = (worker.warp % DEPTHS * DEPTH_STEPS + worker.lane // 16) * STEP_BYTES
+        return worker.shared + self.config.shared.query + row * ROW_PITCH + column
 
-    def query_operands(self, warp: Any, lane: Any, shared: Any) -> list[list[Any]]:
-        """All operands of a CTA of one tile for this warp's depth."""
+    def query_operands(self, worker: Worker) -> list[list[Any]] | None:
+        """All operands of a CTA of one tile for this warp's depth; None where they stay in shared memory."""
+        if not self.query_in_registers:
+            return None
         operands = []
         for step in range(0, DEPTH_STEPS, 2):
-            operands += load_query_operands(self.query_place(0, warp, lane, shared), step)
+            operands += load_query_operands(self.query_place(0, worker), step)
         return operands
 
-    @cute.jit
-    def softmax(
-        self,
-        running_max: cute.Tensor,
-        running_sum: cute.Tensor,
-        keys: Int32,
-        scale_log2: Float32,
-        warp: Int32,
-        lane: Int32,
-        shared: Int32,
-    ) -> None:
-        """P of this warp's head of every tile, (tiles) running maxima and per-lane sums updated.
+    def probabilities(
+        self, tile: int, running_max: Any, running_sum: Any, keys: Any, scale_log2: Any, slab: Any, worker: Worker
+    ) -> list[tuple[Any, Any, Any]]:
+        """(P, P, rescale) of this warp's heads of a tile: its lane's two keys, FP32, and exp2(old max - new max).
 
-        A NaN score never enters the maximum but makes the lane's sum NaN, which no later chunk removes.
+        running_max, running_sum (tiles, warp_heads) are updated, the sum per lane. keys: those left of this CTA. A NaN
+        score never enters the maximum but makes the lane's sum NaN, which no later chunk removes. All heads are loaded
+        before the first one is computed: one after the other, each would wait for its own loads.
         """
-        layout = self.config.shared
-        head_rows = self.config.head_rows
-        key = lane // 8 * 16 + lane % 8
-        byte = lane // 16 * 32 + lane % 8 // 2 * 8 + lane // 8 % 2 * 4 + lane % 2 * 2
-        for tile in cutlass.range_constexpr(self.config.tiles):
-            line = tile * HEADS + warp
-            place = shared + layout.scores + line * SCORE_PITCH + lane * 8
-            pair = ptx.load_shared(place, 2)
-            for depth in cutlass.range_constexpr(1, DEPTHS):
-                part = ptx.load_shared(place + depth * head_rows * SCORE_PITCH, 2)
-                pair = [ptx.add(pair[0], part[0]), ptx.add(pair[1], part[1])]
-            logits = [
-                ptx.select_less(key, keys, ptx.multiply(pair[0], scale_log2), Float32(EMPTY)),
-                ptx.select_less(key + 8, keys, ptx.multiply(pair[1], scale_log2), Float32(EMPTY)),
-            ]
-            before = running_max[tile]
-            largest = ptx.maximum(ptx.warp_maximum(ptx.maximum(logits[0], logits[1])), before)
-            rescale = ptx.exp2(ptx.add(before, -largest))
-            anchor = ptx.add(Float32(numerics.LOG2_E4M3_MAX), -largest)
-            low = ptx.exp2(ptx.add(logits[0], anchor))
-            high = ptx.exp2(ptx.add(logits[1], anchor))
-            store_fp8_pair_shared(shared + layout.probabilities + line * PROBABILITY_PITCH + byte, low, high)
-            running_max[tile] = largest
-            running_sum[tile] = ptx.add(ptx.multiply_add(running_sum[tile], rescale, low), high)
-            if lane == 0:
-                ptx.store_shared(shared + layout.rescale + line * 4, [rescale])
+        key = worker.lane // 8 * 16 + worker.lane % 8
+        members = range(self.warp_heads)
+        parts = []
+        for member in members:
+            place = slab + self.warp_line(tile, member, worker) * SCORE_PITCH + worker.lane * 8
+            stride = self.config.head_rows * SCORE_PITCH
+            parts.append([ptx.load_shared(place + depth * stride, 2) for depth in range(DEPTHS)])
+        logits = []
+        for member in members:
+            scores = parts[member][0]
+            for part in parts[member][1:]:
+                scores = [ptx.add(score, more) for score, more in zip(scores, part, strict=True)]
+            scaled = [ptx.multiply(score, scale_log2) for score in scores]
+            # Keys past the count: key of the first, 8 more of the second.
+            present = [ptx.select_less(key + 8 * index, keys, scaled[index], Float32(EMPTY)) for index in range(2)]
+            logits.append(present)
+        largest = [ptx.warp_maximum(ptx.maximum(*logits[member])) for member in members]
+        results = []
+        for member in members:
+            index = tile * self.warp_heads + member
+            before = running_max[index]
+            after = ptx.maximum(largest[member], before)
+            rescale = ptx.exp2(ptx.add(before, -after))
+            anchor = ptx.add(Float32(numerics.LOG2_E4M3_MAX), -after)
+            low, high = [ptx.exp2(ptx.add(logit, anchor)) for logit in logits[member]]
+            running_max[index] = after
+            running_sum[index] = ptx.add(ptx.multiply_add(running_sum[index], rescale, low), high)
+            results.append((low, high, rescale))
+        return results
 
-    @cute.jit
-    def load_values(self, base: Int32, keys: Int32, warp: Int32, lane: Int32) -> cute.Tensor:
-        """ldmatrix.trans words (2 steps, 2 column halves, 4) of this warp's 32 columns; a step past the count is 0."""
-        words = cute.make_rmem_tensor(16, Uint32)
-        place = base + lane * ROW_PITCH + warp * 32
-        for half in cutlass.range_constexpr(2):
-            loaded = ptx.load_matrices(place + half * 16, 4, transposed=True)
-            for element in cutlass.range_constexpr(4):
-                words[half * 4 + element] = loaded[element]
-                words[8 + half * 4 + element] = Uint32(0)
-        if keys > VALUE_STEP:
-            for half in cutlass.range_constexpr(2):
-                later = ptx.load_matrices(place + VALUE_STEP * ROW_PITCH + half * 16, 4, transposed=True)
-                for element in cutlass.range_constexpr(4):
-                    words[8 + half * 4 + element] = later[element]
-        return words
+    def warp_line(self, tile: int, member: int, worker: Worker) -> Any:
+        """Number of this warp's head `member` of a tile among the CTA's heads."""
+        return tile * HEAD_TILE + worker.warp * self.warp_heads + member
 
-    def transpose_values(self, words: Any, step: int) -> list[Any]:
-        """f16 operands [2 column halves][2 parities][2 mma] of one 32-key step of `load_values`' words."""
-        return [transposed_values([words[step * 8 + half * 4 + element] for element in range(4)]) for half in range(2)]
-
-    @cute.jit
-    def rescale_accumulators(self, accumulators: cute.Tensor, lane: Int32, shared: Int32) -> None:
-        """accumulators *= exp2(old max - new max), per head."""
-        for tile in cutlass.range_constexpr(self.config.tiles):
-            place = shared + self.config.shared.rescale + (tile * HEADS + lane // 4) * 4
-            upper = ptx.load_shared(place, 1)[0]
-            lower = ptx.load_shared(place + 8 * 4, 1)[0]
-            for block in cutlass.range_constexpr(4):
-                first = tile * 16 + block * 4
-                accumulators[first] = ptx.multiply(accumulators[first], upper)
-                accumulators[first + 1] = ptx.multiply(accumulators[first + 1], upper)
-                accumulators[first + 2] = ptx.multiply(accumulators[first + 2], lower)
-                accumulators[first + 3] = ptx.multiply(accumulators[first + 3], lower)
-
-    @cute.jit
-    def values(
-        self, accumulators: cute.Tensor, values: Any, step: cutlass.Constexpr, lane: Int32, shared: Int32
-    ) -> None:
-        """accumulators += P . V over one 32-key step.
-
-        accumulators: (tiles, 2 column halves, 2 parities, 4) FP32 of m16n8: [0], [1] head g, [2], [3] head g + 8,
-        columns 16 half + 4 q + parity and + 2.
-        """
-        for tile in cutlass.range_constexpr(self.config.tiles):
-            line = tile * HEADS + lane // 4
-            place = (
-                shared + self.config.shared.probabilities + line * PROBABILITY_PITCH + step * VALUE_STEP + lane % 4 * 8
-            )
-            upper = ptx.load_shared(place, 2, Uint32)
-            lower = ptx.load_shared(place + 8 * PROBABILITY_PITCH, 2, Uint32)
-            for half_step in cutlass.range_constexpr(2):
-                upper_low, upper_high = ptx.e4m3_to_f16(upper[half_step])
-                lower_low, lower_high = ptx.e4m3_to_f16(lower[half_step])
-                left = [upper_low, lower_low, upper_high, lower_high]
-                for half in cutlass.range_constexpr(2):
-                    for parity in cutlass.range_constexpr(2):
-                        first = tile * 16 + half * 8 + parity * 4
-                        before = [accumulators[first + element] for element in range(4)]
-                        after = ptx.mma_f16(left, values[half][parity][half_step], before)
-                        for element in cutlass.range_constexpr(4):
-                            accumulators[first + element] = after[element]
+    def probability_byte(self, worker: Worker) -> Any:
+        """Place of a lane's two P bytes within the 64 of a head."""
+        lane = worker.lane
+        return lane // 16 * 32 + lane % 8 // 2 * 8 + lane // 8 % 2 * 4 + lane % 2 * 2

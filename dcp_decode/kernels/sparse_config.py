@@ -1,23 +1,7 @@
-"""Static choices of the sparse decode kernel, its shared-memory picture, and typed reasons for refusing a geometry.
+"""Static choices of the sparse decode kernel, and typed reasons for refusing a geometry.
 
-Shared memory of a CTA (bytes, tiles = 1 / 2 / 3, one key buffer; offsets are multiples of 128):
-
-    barriers     64 B            inbox mbarrier, one mbarrier a key buffer, abort flag of the query words
-    statistics   4 x 16t x 8     (max, sum) of every CTA and head, FP32
-    rescale      16t x 4         FP32 a head
-    P            16t x 96        E4M3, 64 keys a head
-    query        16t x 592       E4M3, 576 bytes a head                          ] after the last chunk these hold the
-    keys         s x 64 x 592    E4M3, s buffers                                 ] CTA's own partials, and the staged
-    scores       4 x 16t x 320   FP32 partial scores of the four depths          ] ones of the bulk exchange
-    inbox        3 x 16t x 576   FP32 partials of the three peers
-
-    total        97,792 / 157,440 / 217,216 with one key buffer; 135,680 / 195,328 / refused with two
-
-* A row pitch of 592 = 37 x 16 bytes makes ldmatrix conflict-free and stays aligned for 16-byte bulk copies.
-* The pitches 320 (scores), 96 (P) and 576 (inbox) are 16, 24 and 16 words modulo the 32 banks: the vector accesses of
-  a quarter or half warp, which span 2 or 4 rows, meet no conflict.
-* The inbox holds only the peers' partials: the CTA's own stay in the overlay, as do those staged for bulk copies.
-  That is what lets three tiles fit; four would need 264 KB of the 227 KB.
+`exchange` says what the CTAs of a cluster send each other: "partials", FP32 sums over their keys (family `seed`), or
+"probabilities", E4M3 P of their keys, so that every CTA sums its own latent columns over all keys of the row.
 """
 
 from __future__ import annotations
@@ -25,27 +9,20 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from dcp_decode import numerics
 from dcp_decode.errors import DcpDecodeError
 from dcp_decode.geometry import HEAD_TILE, MAX_TOPK, Geometry
+from dcp_decode.kernels.sparse_shared import MAX_SHARED_BYTES, SPLIT, PartialsLayout, ProbabilitiesLayout, SharedLayout
 from dcp_decode.mailbox import MailboxLayout
 
 FAMILY = "seed"
-SPLIT = 4  # CTAs of a cluster: key j of a row goes to CTA j % SPLIT
-CHUNK = 64  # keys of a CTA between two updates of the running maximum
-WARPS = 16  # warps that gather, compute and merge
-QUERY_WARPS = 4  # of a one-tile CTA: a warp group that waits for the query words, fences and re-arms beside the others
-DEPTHS = 4  # parts of the 576 bytes whose partial scores different warps hold
-COLUMNS = numerics.LATENT_DIM // SPLIT  # latent columns that one CTA of the cluster merges
+WARPS = 16  # warps that gather, compute and merge in the exchange of partials
+COMPUTE_WARPS = 8  # in the exchange of probabilities: fewer, or the instructions that all repeat would bound it
+GATHER_WARPS = 4  # there, of a one-tile CTA; wide ones have half as many of these and the next
+QUERY_WARPS = 4  # a warp group that waits for the query words, fences and re-arms beside the others
 
-ROW_PITCH = numerics.ROW_BYTES + 16
-SCORE_PITCH = (CHUNK + 16) * 4
-PROBABILITY_PITCH = CHUNK + 32
-INBOX_PITCH = COLUMNS * 4 + 64
-
-MAX_SHARED_BYTES = 227 * 1024  # of one CTA on sm_90a, sm_100a and sm_103a
 MAX_TILES = 3
 TRIGGERS = ("start", "merge", "end")
+EXCHANGES = ("partials", "probabilities")
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 
 
@@ -59,6 +36,7 @@ class RefusalReason(enum.Enum):
     WIDTH = f"the top-k width must be between 1 and {MAX_TOPK}"
     BUFFERS = "key buffers must be 1 or 2"
     TRIGGER = "the trigger must be start, merge or end"
+    EXCHANGE = "the exchange must be partials or probabilities (never bulk)"
     ARCHITECTURE = f"the architecture must be one of {', '.join(ARCHITECTURES)}"
 
 
@@ -91,6 +69,7 @@ class SparseConfig:
     buffers: key buffers; 2 gathers a chunk while the one before is computed.
     trigger: when the next kernel may be launched: at the "start", before the "merge" or at the "end" (it still waits
     for this one's completion before it reads anything). pdl: programmatic dependent launch.
+    exchange: what the CTAs of a cluster exchange; it chooses the `family`.
     None of tiles, bulk, buffers, trigger and pdl changes a bit of the result.
     """
 
@@ -103,6 +82,12 @@ class SparseConfig:
     trigger: str = "merge"
     pdl: bool = True
     architecture: str = "sm_90a"
+    exchange: str = "partials"
+
+    @property
+    def family(self) -> str:
+        """Of configurations that share every bit: an entry of `oracle.FAMILIES`."""
+        return FAMILY if self.exchange == "partials" else "probabilities"
 
     @property
     def head_rows(self) -> int:
@@ -119,7 +104,16 @@ class SparseConfig:
 
     @property
     def shared(self) -> SharedLayout:
-        return SharedLayout(self.tiles, self.buffers)
+        """Shared memory of a CTA, of the chosen exchange."""
+        return self.partials_layout if self.exchange == "partials" else self.probabilities_layout
+
+    @property
+    def partials_layout(self) -> PartialsLayout:
+        return PartialsLayout(self.tiles, self.buffers)
+
+    @property
+    def probabilities_layout(self) -> ProbabilitiesLayout:
+        return ProbabilitiesLayout(self.tiles, self.buffers)
 
     @property
     def shared_bytes(self) -> int:
@@ -127,99 +121,55 @@ class SparseConfig:
         return self.shared.nbytes
 
     @property
+    def compute_warps(self) -> int:
+        """Warps of scores, softmax, values and outputs."""
+        return WARPS if self.exchange == "partials" else COMPUTE_WARPS
+
+    @property
+    def gather_warps(self) -> int:
+        """Warps beside them that only gather keys and values."""
+        if self.exchange == "partials":
+            return 0
+        return GATHER_WARPS if self.tiles == 1 else GATHER_WARPS // 2
+
+    @property
     def query_warps(self) -> int:
-        """Warps beside the 16 that serve the query only; 640 threads have 96 registers each, too few for wide CTAs."""
-        return QUERY_WARPS if self.tiles == 1 else 0
+        """Warps beside them that serve the query only. Wide CTAs need the registers for their sums: none with the
+        exchange of partials, where all 16 warps serve it, and half as many with that of probabilities."""
+        if self.tiles == 1:
+            return QUERY_WARPS
+        return 0 if self.exchange == "partials" else QUERY_WARPS // 2
+
+    @property
+    def compute_threads(self) -> int:
+        return 32 * self.compute_warps
+
+    @property
+    def staged_threads(self) -> int:
+        """Threads that meet at the named barrier QUERY_STAGED."""
+        return 32 * (self.compute_warps + self.query_warps)
+
+    @property
+    def first_query_warp(self) -> int:
+        """The query warps are the last ones."""
+        return self.compute_warps + self.gather_warps
 
     @property
     def threads(self) -> int:
-        return 32 * (WARPS + self.query_warps)
+        return 32 * (self.first_query_warp + self.query_warps)
 
     @property
     def query_threads(self) -> int:
         """Threads that poll: the query warps, or all of a wide CTA."""
-        return 32 * (self.query_warps or WARPS)
+        return 32 * (self.query_warps or self.compute_warps)
 
     @property
     def name(self) -> str:
         """Of the variant, for tables and file names."""
         parts = [f"b{self.batch}", f"h{self.geometry.heads}", "push" if self.push else "local", f"t{self.tiles}"]
+        parts += ["p"] * (self.exchange == "probabilities")
         parts += ["bulk"] * self.bulk + ["single"] * (self.buffers == 1) + [self.trigger] * (self.trigger != "merge")
         return "sparse_" + "_".join(parts)
-
-
-@dataclass(frozen=True)
-class SharedLayout:
-    """Byte offsets of the picture above, from the start of dynamic shared memory."""
-
-    tiles: int
-    buffers: int
-
-    @property
-    def head_rows(self) -> int:
-        return HEAD_TILE * self.tiles
-
-    # Barriers: the inbox's, then one a key buffer; the abort flag of the CTA's query words follows them.
-    inbox_barrier = 0
-    abort_flag = 56
-
-    @staticmethod
-    def key_barrier(buffer: int) -> int:
-        return 8 * (1 + buffer)
-
-    @property
-    def statistics(self) -> int:  # (SPLIT, head_rows) of (max, sum), FP32
-        return 64
-
-    @property
-    def rescale(self) -> int:  # (head_rows) FP32
-        return _aligned(self.statistics + SPLIT * self.head_rows * 8)
-
-    @property
-    def probabilities(self) -> int:  # (head_rows, CHUNK) E4M3, rows of PROBABILITY_PITCH bytes
-        return _aligned(self.rescale + self.head_rows * 4)
-
-    @property
-    def query(self) -> int:  # (head_rows, 576) E4M3, rows of ROW_PITCH bytes
-        return _aligned(self.probabilities + self.head_rows * PROBABILITY_PITCH)
-
-    @property
-    def keys(self) -> int:  # (buffers, CHUNK, 576) E4M3, rows of ROW_PITCH bytes
-        return _aligned(self.query + self.head_rows * ROW_PITCH)
-
-    @property
-    def scores(self) -> int:  # (DEPTHS, head_rows, CHUNK) FP32, rows of SCORE_PITCH bytes
-        return _aligned(self.keys + self.buffers * CHUNK * ROW_PITCH)
-
-    @property
-    def inbox(self) -> int:  # (SPLIT - 1, head_rows, COLUMNS) FP32, rows of INBOX_PITCH bytes
-        return _aligned(self.scores + DEPTHS * self.head_rows * SCORE_PITCH)
-
-    @property
-    def partial_bytes(self) -> int:
-        """Bytes of one CTA's partials of one peer's columns, pads included."""
-        return self.head_rows * INBOX_PITCH
-
-    @property
-    def own_partial(self) -> int:  # (head_rows, COLUMNS) FP32: over keys and scores, dead after the last chunk
-        # Three tiles need the query's room too. With one tile a CTA without keys may still be reading its query.
-        return self.keys if self.keys + SPLIT * self.partial_bytes <= self.inbox else self.query
-
-    def staged(self, block: int) -> int:
-        """Partials staged for bulk copy `block` (0 .. SPLIT - 2), after the CTA's own."""
-        return self.own_partial + (1 + block) * self.partial_bytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.inbox + (SPLIT - 1) * self.partial_bytes
-
-    @property
-    def overlay_fits(self) -> bool:
-        return self.staged(SPLIT - 1) <= self.inbox
-
-
-def _aligned(offset: int) -> int:
-    return (offset + 127) // 128 * 128
 
 
 def can_implement(config: SparseConfig) -> SparseRefusal | None:
@@ -231,6 +181,8 @@ def can_implement(config: SparseConfig) -> SparseRefusal | None:
         return SparseRefusal(RefusalReason.BUFFERS, f"key buffers {config.buffers}")
     if config.trigger not in TRIGGERS:
         return SparseRefusal(RefusalReason.TRIGGER, config.trigger)
+    if config.exchange not in EXCHANGES or (config.bulk and config.exchange != "partials"):
+        return SparseRefusal(RefusalReason.EXCHANGE, f"exchange {config.exchange}, bulk {config.bulk}")
     if config.tiles < 1:
         return SparseRefusal(RefusalReason.TILES, f"tiles {config.tiles}")
     if g.heads % config.head_rows:
@@ -274,6 +226,19 @@ def sparse_layout(batch: int, heads: int, push: bool) -> tuple[int, bool]:
     return min(allowed, key=cost), False
 
 
+def sparse_variants(geometry: Geometry, batch: int, push: bool = True) -> list[SparseConfig]:
+    """Every configuration worth timing for this geometry and batch, the default one first."""
+    configs = [
+        SparseConfig(geometry, batch, push, tiles, bulk, buffers, exchange=exchange)
+        for exchange in EXCHANGES
+        for tiles in range(1, MAX_TILES + 1)
+        for bulk in (False, True)
+        for buffers in (2, 1)
+    ]
+    allowed = [config for config in configs if can_implement(config) is None]
+    return list(dict.fromkeys([sparse_config(geometry, batch, push), *allowed]))
+
+
 def sparse_for(geometry: Geometry, batch: int, push: bool = True) -> SparseRefusal | None:
     """None when a DCP batch of `batch` rows runs `SparseDcpDecode` in its default layout, else the typed reason."""
     return can_implement(sparse_config(geometry, batch, push))
@@ -289,6 +254,7 @@ def sparse_config(
     trigger: str = "merge",
     pdl: bool = True,
     architecture: str = "sm_90a",
+    exchange: str = "partials",
 ) -> SparseConfig:
     """The configuration that `sparse_layout` chooses, with any of its choices given instead."""
     default_tiles, default_bulk = sparse_layout(batch, geometry.heads, push)
@@ -305,4 +271,5 @@ def sparse_config(
         trigger,
         pdl,
         architecture,
+        exchange,
     )

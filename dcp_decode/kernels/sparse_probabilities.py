@@ -1,0 +1,386 @@
+"""The cluster's exchange of E4M3 probabilities: every CTA sums its own latent columns over all keys of the row.
+
+A round is 64 keys of each of the four CTAs. CTA s computes P of its own keys and sends the bytes (64 a head) and its
+running maximum to all CTAs; beside its own whole rows it gathers columns 128 s .. + 127 of all keys of the round:
+
+    keys of CTA s  --scores, softmax-->  P --st.async--> all CTAs
+    columns of CTA s of all keys  --16-byte copies-->  values (8 compute warps, 16 columns each, FP32 registers)
+
+Three roles: 8 compute warps; 4 gather warps, which run ahead by the buffers that the compute warps have freed (all
+twelve share the first copies); 4 query warps (`sparse_query`). In a turn of the compute warps the scores of round i
+come before the values of round i - 1, so that these hide the exchange of the P that round i + 1 needs:
+
+    scores i | values i - 1 | barrier | softmax i, send P i
+
+The P of round i may overwrite those of round i - 2 in a peer: this CTA has received the peer's P of round i - 1, which
+it sent after its barrier of that round, and so after all of its warps had used round i - 2. A CTA without keys in the
+last round sends P of 0.
+
+Order of the sums, which makes the family: a CTA's values of a round are one chain of mma from zero at that CTA's
+running maximum; sum = w_c values_c + sum over the CTAs in order, w_c = exp2(max_c - M) at the largest maximum M so far.
+Statistics and their merge are those of the exchange of partials. So the LSE has the bits of family `seed`, and rows of
+one round (256 keys) have them in all columns.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from dcp_decode.geometry import HEAD_TILE
+from dcp_decode.kernels import ptx
+from dcp_decode.kernels.sparse_arguments import COMPUTE, QUERY_STAGED, SparseArguments, Worker
+from dcp_decode.kernels.sparse_chunk import (
+    VALUE_STEP,
+    probability_operands,
+    store_fp8_pair_shared,
+    transposed_values,
+)
+from dcp_decode.kernels.sparse_config import COMPUTE_WARPS
+from dcp_decode.kernels.sparse_gather import FIRST_ROWS, ROUND_BITS, ROUND_KEYS, SparseGather
+from dcp_decode.kernels.sparse_outputs import SparseOutputs
+from dcp_decode.kernels.sparse_shared import CHUNK, COLUMNS, SPLIT
+
+COMPUTE_THREADS = 32 * COMPUTE_WARPS
+PIECE_BYTES = 16  # of one store of P or of output
+WARP_COLUMNS = COLUMNS // COMPUTE_WARPS  # what one ldmatrix.trans of bytes covers
+OUTPUT_PIECES = COLUMNS * 2 // PIECE_BYTES
+assert WARP_COLUMNS == 16
+
+
+class SparseProbabilities(SparseGather, SparseOutputs):
+    """Rounds, exchange and outputs of `SparseDcpDecode` with the exchange of probabilities."""
+
+    @cute.jit
+    def compute_probabilities(self, arguments: SparseArguments, worker: Worker) -> None:
+        """A compute warp: its part of the first keys, all rounds, outputs."""
+        first = worker.warp * FIRST_ROWS
+        index = self.load_index(arguments, worker, Int32(0), first, FIRST_ROWS)
+        count = self.load_count(arguments, worker)
+        self.before_gather()
+        keys = self.keys_of_cta(count, worker)
+        self.gather_keys(index, Int32(0), keys, first, FIRST_ROWS, arguments, worker)
+        if (worker.thread == 0) & (keys > 0):
+            self.expect_keys(Int32(0), keys, worker)
+        cute.arch.cluster_wait()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.barrier(barrier_id=QUERY_STAGED, number_of_threads=self.config.staged_threads)
+        if count > 0:
+            self.attend_probabilities(count, arguments, worker)
+        else:
+            self.empty_row(arguments, worker)
+
+    @cute.jit
+    def attend_probabilities(self, count: Int32, arguments: SparseArguments, worker: Worker) -> None:
+        """All rounds of a row of count > 0, then its outputs."""
+        config = self.config
+        sums = cute.make_rmem_tensor(8 * config.tiles, Float32)
+        largest = cute.make_rmem_tensor(2 * config.tiles, Float32)
+        running_max = cute.make_rmem_tensor(self.warp_heads * config.tiles, Float32)
+        running_sum = cute.make_rmem_tensor(self.warp_heads * config.tiles, Float32)
+        sums.fill(0.0)
+        largest.fill(-math.inf)
+        running_max.fill(-math.inf)
+        running_sum.fill(0.0)
+        sums_kept, running_kept = 8 * config.tiles, 2 * config.tiles
+        self.keep(sums, 0, sums_kept, worker)
+        self.keep(running_sum, sums_kept, running_kept, worker)
+        rounds = (count + (ROUND_KEYS - 1)) >> ROUND_BITS
+        for turn in cutlass.range(rounds + 1, unroll=1):
+            self.turn(
+                self.unseen(turn), rounds, count, sums, largest, running_max, running_sum, arguments, self.fresh(worker)
+            )
+        self.take(sums, 0, sums_kept, worker)
+        self.output(sums, arguments, worker._replace(row=ptx.grid_z()))
+
+    def fresh(self, worker: Worker) -> Worker:
+        """The same worker, without what the compiler derived from its places before."""
+        return worker._replace(
+            warp=self.unseen(worker.warp), lane=self.unseen(worker.lane), shared=self.unseen(worker.shared)
+        )
+
+    def unseen(self, value: Any) -> Any:
+        """The same int32; with several tiles the compiler may keep nothing of it in registers: it would spill."""
+        return value if self.config.tiles == 1 else ptx.opaque(value)
+
+    @cute.jit
+    def turn(
+        self,
+        turn: Int32,
+        rounds: Int32,
+        count: Int32,
+        sums: cute.Tensor,
+        largest: cute.Tensor,
+        running_max: cute.Tensor,
+        running_sum: cute.Tensor,
+        arguments: SparseArguments,
+        worker: Worker,
+    ) -> None:
+        """Scores of round `turn`, where there is one, and values of the round before."""
+        config = self.config
+        left = self.keys_of_cta(count, worker) - turn * CHUNK
+        slab = (
+            worker.shared
+            + config.probabilities_layout.scores
+            + (turn & (config.probabilities_layout.slabs - 1)) * config.probabilities_layout.slab_bytes
+        )
+        if cutlass.const_expr(config.probabilities_layout.slabs == 1):  # noqa: SIM102 (a static and a dynamic condition)
+            if (turn > 0) & (turn < rounds):
+                # The scores of the round before have been read.
+                cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
+        if left > 0:
+            self.score_round(turn, slab, worker)
+        if turn > 0:
+            self.values_of_round(sums, largest, turn - 1, rounds, self.fresh(worker))
+        if turn < rounds:
+            # The scores are complete; keys of this round and values of the one before have been used.
+            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
+            if worker.thread == 0:
+                self.free_buffers(turn, worker)
+            self.send_probabilities(running_max, running_sum, turn, left, slab, arguments, self.fresh(worker))
+            if turn + 1 == rounds:
+                self.send_statistics(running_max, running_sum, worker)
+
+    def score_round(self, turn: Any, slab: Any, worker: Worker) -> None:
+        """Partial scores of the CTA's keys of a round; the query is unpacked while they are on their way."""
+        query = self.query_operands(worker)
+        self.wait_for_keys(turn, worker)
+        self.scores(query, turn, slab, worker)
+
+    @cute.jit
+    def free_buffers(self, turn: Int32, worker: Worker) -> None:
+        """One thread: the gather warps may overwrite the keys of round `turn` and the values of the one before."""
+        layout = self.config.probabilities_layout
+        cute.arch.mbarrier_arrive(worker.barriers + (layout.keys_free_barrier(0) // 8 + self.buffer(turn)))
+        if turn > 0:
+            cute.arch.mbarrier_arrive(worker.barriers + (layout.values_free_barrier(0) // 8 + self.buffer(turn - 1)))
+
+    @cute.jit
+    def send_probabilities(
+        self,
+        running_max: cute.Tensor,
+        running_sum: cute.Tensor,
+        number: Int32,
+        left: Int32,
+        slab: Int32,
+        arguments: SparseArguments,
+        worker: Worker,
+    ) -> None:
+        """P of this warp's two heads of every tile to all CTAs, 16 bytes a lane, and their running maxima."""
+        layout = self.config.probabilities_layout
+        heads = self.warp_heads
+        outgoing = worker.shared + layout.outgoing + worker.warp * (heads * CHUNK)
+        byte = self.probability_byte(worker)
+        self.take(running_sum, 8 * self.config.tiles, self.config.tiles * heads, worker)
+        for tile in cutlass.range_constexpr(self.config.tiles):
+            place = outgoing + tile * (HEAD_TILE * CHUNK) + byte
+            if left > 0:
+                self.store_probabilities(place, tile, running_max, running_sum, left, slab, arguments, worker)
+            else:
+                for member in cutlass.range_constexpr(heads):
+                    store_fp8_pair_shared(place + member * CHUNK, Float32(0.0), Float32(0.0))
+        self.keep(running_sum, 8 * self.config.tiles, self.config.tiles * heads, worker)
+        cute.arch.sync_warp()
+        piece, cta, member = worker.lane % 4, worker.lane // 4 % SPLIT, worker.lane // 16
+        parity = number & 1
+        remote = ptx.map_shared(worker.shared, cta)
+        barrier = remote + layout.probability_barrier(0) + parity * 8
+        # Heads 2, 3 of every four have their two 32-byte halves swapped: no bank conflict for the readers.
+        swizzled = (piece ^ (worker.warp * heads & 2)) * PIECE_BYTES
+        sender = parity * layout.probability_bytes + worker.split * (self.config.head_rows * CHUNK)
+        line = worker.warp * heads + member
+        destination = remote + layout.probabilities + sender + line * CHUNK + swizzled
+        maxima = remote + layout.maxima + parity * layout.maxima_bytes + (line * SPLIT + worker.split) * 4
+        for tile in cutlass.range_constexpr(self.config.tiles):
+            first = tile * HEAD_TILE
+            words = ptx.load_shared(outgoing + (first + member) * CHUNK + piece * PIECE_BYTES, 4, Uint32)
+            ptx.store_async(destination + first * CHUNK, words, barrier)
+            if piece == 0:
+                maximum = ptx.select_less(member, Int32(1), running_max[tile * heads], running_max[tile * heads + 1])
+                ptx.store_async(maxima + first * (SPLIT * 4), [maximum], barrier)
+
+    def store_probabilities(
+        self,
+        place: Any,
+        tile: int,
+        running_max: Any,
+        running_sum: Any,
+        left: Any,
+        slab: Any,
+        arguments: SparseArguments,
+        worker: Worker,
+    ) -> None:
+        """P of this warp's two heads of a tile; `place`: of a lane's bytes of the first."""
+        results = self.probabilities(tile, running_max, running_sum, left, arguments.scale_log2, slab, worker)
+        for member, (low, high, _) in enumerate(results):
+            store_fp8_pair_shared(place + member * CHUNK, low, high)
+
+    @property
+    def probability_tx(self) -> int:
+        """Bytes that the barrier of a round counts: P and maximum of every head of every CTA."""
+        return SPLIT * self.config.head_rows * (CHUNK + 4)
+
+    @cute.jit
+    def values_of_round(
+        self, sums: cute.Tensor, largest: cute.Tensor, number: Int32, rounds: Int32, worker: Worker
+    ) -> None:
+        """sums += w_c P_c . V_c over the CTAs.
+
+        sums: (tiles, 2 parities, 4) FP32 of m16n8, [0], [1] head g, [2], [3] head g + 8, columns 4 q + parity and + 2
+        of the warp's 16. largest: (tiles, 2) maxima M of heads g, g + 8 that they are scaled to.
+        """
+        layout = self.config.probabilities_layout
+        buffer, parity = self.buffer(number), number & 1
+        ptx.wait_barrier(worker.shared + layout.value_barrier(0) + buffer * 8, self.phase(number))
+        values = worker.shared + layout.values + buffer * layout.value_bytes
+        values = values + worker.lane * layout.value_pitch + worker.warp * WARP_COLUMNS
+        early = self.early_values(values)
+        ptx.wait_barrier(worker.shared + layout.probability_barrier(0) + parity * 8, (number >> 1) & 1)
+        if (worker.thread == 0) & (number + 2 < rounds):
+            barrier = worker.barriers + (layout.probability_barrier(0) // 8 + parity)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.probability_tx)
+        head = worker.lane // 4
+        maxima = worker.shared + layout.maxima + parity * layout.maxima_bytes + head * (SPLIT * 4)
+        self.take(sums, 0, 8 * self.config.tiles, worker)
+        running = [self.rescale_sums(sums, largest, tile, maxima) for tile in range(self.config.tiles)]
+        # Where `send_probabilities` put the two 32-byte halves of a head.
+        swap = head // 2 % 2 * VALUE_STEP
+        line = worker.shared + layout.probabilities + parity * layout.probability_bytes + head * CHUNK
+        line = line + worker.lane % 4 * 8
+        for cta in cutlass.range_constexpr(SPLIT):
+            place = line + cta * (self.config.head_rows * CHUNK)
+            self.values_of_cta(sums, largest, early, values, cta, self.kept(running), maxima, place, swap)
+        self.keep(sums, 0, 8 * self.config.tiles, worker)
+
+    def keep(self, registers: Any, first: int, count: int, worker: Worker) -> None:
+        """Three tiles keep FP32 registers in shared memory between their uses: words `first` .. of a lane."""
+        if self.config.probabilities_layout.kept_slots:
+            for index in range(count):
+                ptx.store_shared(self.kept_place(first + index, worker), [registers[index]])
+
+    def take(self, registers: Any, first: int, count: int, worker: Worker) -> None:
+        """What `keep` kept."""
+        if self.config.probabilities_layout.kept_slots:
+            for index in range(count):
+                registers[index] = ptx.load_shared(self.kept_place(first + index, worker), 1)[0]
+
+    def kept_place(self, word: int, worker: Worker) -> Any:
+        """Address of a lane's word."""
+        layout = self.config.probabilities_layout
+        return worker.shared + layout.kept + worker.warp * (layout.kept_slots * 512) + word * 128 + worker.lane * 4
+
+    def early_values(self, place: Any) -> list[Any] | None:
+        """The values' operands where there are registers to load them before the wait for P: with one tile."""
+        return [self.value_operands(place, cta) for cta in range(SPLIT)] if self.config.tiles == 1 else None
+
+    def value_operands(self, place: Any, cta: int) -> list[Any]:
+        """f16 operands [2 steps][2 parities][2 mma] of one CTA's keys; `place`: a lane's address in those of CTA 0."""
+        rows = [cta * CHUNK + step * VALUE_STEP for step in range(2)]
+        pitch = self.config.probabilities_layout.value_pitch
+        words = [ptx.load_matrices(place + row * pitch, 4, transposed=True) for row in rows]
+        return [transposed_values(step_words) for step_words in words]
+
+    def rescale_sums(self, sums: Any, largest: Any, tile: int, maxima: Any) -> list[list[Any]]:
+        """Take a tile's sums to the largest maximum so far; returns the CTAs' maxima of heads g, g + 8.
+
+        maxima: a lane's address of those of head g.
+        """
+        running = [ptx.load_shared(maxima + head_offset(tile, half) * (SPLIT * 4), SPLIT) for half in range(2)]
+        for half in range(2):
+            before = largest[tile * 2 + half]
+            after = before
+            for maximum in running[half]:
+                after = ptx.maximum(after, maximum)
+            factor = ptx.exp2(ptx.add(before, -after))
+            largest[tile * 2 + half] = after
+            for element in elements(tile, half):
+                sums[element] = ptx.multiply(sums[element], factor)
+        return running
+
+    def kept(self, running: Any) -> Any:
+        """What one tile keeps in registers and several load again."""
+        return running if self.config.tiles == 1 else None
+
+    def values_of_cta(
+        self, sums: Any, largest: Any, early: Any, place: Any, cta: int, running: Any, maxima: Any, line: Any, swap: Any
+    ) -> None:
+        """sums += w_c P_c . V_c of one CTA; `line`: a lane's address in its P of head g."""
+        values = early[cta] if early else self.value_operands(place, cta)
+        for tile in range(self.config.tiles):
+            current = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
+            for step, offset in enumerate((swap, VALUE_STEP - swap)):
+                operands = probability_operands(line + tile * (HEAD_TILE * CHUNK) + offset, CHUNK)
+                for half_step in range(2):
+                    for column in range(2):
+                        current[column] = ptx.mma_f16(
+                            operands[half_step], values[step][column][half_step], current[column]
+                        )
+            for half in range(2):
+                if running:
+                    maximum = running[tile][half][cta]
+                else:
+                    maximum = ptx.load_shared(maxima + head_offset(tile, half) * (SPLIT * 4) + cta * 4, 1)[0]
+                weight = ptx.exp2(ptx.add(maximum, -largest[tile * 2 + half]))
+                for element in elements(tile, half):
+                    value = current[element // 4 % 2][element % 4]
+                    sums[element] = ptx.multiply_add(weight, value, sums[element])
+
+    @cute.jit
+    def output(self, sums: cute.Tensor, arguments: SparseArguments, worker: Worker) -> None:
+        """Normalise and store: through shared memory from 16 columns of all heads a warp to 256 bytes of two heads."""
+        config = self.config
+        layout = config.probabilities_layout
+        half = worker.lane // OUTPUT_PIECES
+        lines = [self.warp_line(tile, 0, worker) + half for tile in range(config.tiles)]
+        owner_bases = [self.owner_base(arguments, self.head(worker, line)) for line in lines]
+        use = self.use_number(worker)
+        place = worker.shared + layout.outputs + worker.lane // 4 * layout.output_pitch
+        place = place + (worker.warp * WARP_COLUMNS + worker.lane % 4 * 4) * 4
+        for tile in cutlass.range_constexpr(config.tiles):
+            for upper in cutlass.range_constexpr(2):
+                columns = [sums[tile * 8 + column * 4 + upper * 2 + pair] for pair in range(2) for column in range(2)]
+                ptx.store_shared(place + head_offset(tile, upper) * layout.output_pitch, columns)
+        if cutlass.const_expr(config.trigger == "merge"):
+            cute.arch.griddepcontrol_launch_dependents()
+        ptx.wait_barrier(worker.shared + layout.inbox_barrier, 0)
+        totals = [self.totals(line, worker) for line in lines]
+        # The sums are complete in shared memory.
+        cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
+        for tile in cutlass.range_constexpr(config.tiles):
+            self.store_row(lines[tile], totals[tile], owner_bases[tile], use, arguments, worker)
+
+    @cute.jit
+    def store_row(
+        self, line: Int32, totals: Any, owner_base: Int64, use: Int32, arguments: SparseArguments, worker: Worker
+    ) -> None:
+        """Eight columns of one of the CTA's heads, and its LSE. totals: see `totals`."""
+        layout = self.config.probabilities_layout
+        _, total, least, largest = totals
+        piece = worker.lane % OUTPUT_PIECES
+        place = worker.shared + layout.outputs + line * layout.output_pitch + piece * (2 * PIECE_BYTES)
+        columns = [*ptx.load_shared(place, 4), *ptx.load_shared(place + PIECE_BYTES, 4)]
+        words = self.merged_words(columns, total, arguments.out_scale)
+        lse = self.lse_word(total, largest)
+        # Not `least >= 0`: where all sums are NaN the row is pushed, as NaN.
+        aborted = Int32(0)
+        if least < Float32(0.0):
+            aborted = Int32(1)
+        if aborted == 0:
+            head = self.head(worker, line)
+            column_bytes = worker.split * (COLUMNS * 2) + piece * PIECE_BYTES
+            self.store_columns(owner_base, words, column_bytes, use, head, arguments, worker)
+            if (piece == 0) & (worker.split == 0):
+                self.store_lse(owner_base, lse, use, head, arguments, worker)
+
+
+def elements(tile: int, half: int) -> list[int]:
+    """Indices of `sums` that belong to head g (half 0) or g + 8."""
+    return [tile * 8 + column * 4 + half * 2 + offset for column in range(2) for offset in range(2)]
+
+
+def head_offset(tile: int, half: int) -> int:
+    """Lines from head g of a CTA's first tile to head g (half 0) or g + 8 of another."""
+    return tile * HEAD_TILE + half * 8
