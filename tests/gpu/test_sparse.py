@@ -15,6 +15,7 @@ from dcp_decode import numerics, oracle  # noqa: E402
 from dcp_decode.errors import WrongResult  # noqa: E402
 from dcp_decode.geometry import Geometry  # noqa: E402
 from dcp_decode.kernels.sparse import sparse_config  # noqa: E402
+from dcp_decode.kernels.sparse_config import EXCHANGES  # noqa: E402
 from dcp_decode.mailbox import CONTROL_BYTES, RECORD_FIELDS, Stage  # noqa: E402
 from dcp_decode.needle import STRAY_BYTE, build_needle, check_needle, check_needle_lse  # noqa: E402
 
@@ -36,6 +37,19 @@ VARIANTS = [
     {"tiles": 3, "bulk": False, "buffers": 1},
     {"tiles": 3, "bulk": True, "buffers": 1},
 ]
+PROBABILITIES = [
+    {"exchange": "probabilities", "tiles": 1, "buffers": 2},
+    {"exchange": "probabilities", "tiles": 1, "buffers": 1},
+    {"exchange": "probabilities", "tiles": 1, "buffers": 2, "trigger": "start"},
+    {"exchange": "probabilities", "tiles": 1, "buffers": 2, "pdl": False},
+    {"exchange": "probabilities", "tiles": 2, "buffers": 2},
+    {"exchange": "probabilities", "tiles": 2, "buffers": 1},
+    {"exchange": "probabilities", "tiles": 3, "buffers": 1},
+]
+SEED = [{"exchange": "partials"} | variant for variant in VARIANTS]
+ALL = [*SEED, *PROBABILITIES]
+# One for each number of tiles and exchange.
+SHAPES = [SEED[0], SEED[2], SEED[8], SEED[11], PROBABILITIES[0], PROBABILITIES[4], PROBABILITIES[6]]
 
 
 def as_test_id(variant: dict) -> str:
@@ -80,19 +94,20 @@ def check_mailboxes(ranks: SparseRank, inputs: Inputs, push: bool) -> None:
 
 
 @pytest.mark.parametrize("push", ROUTES, ids=["push", "local"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=as_test_id)
+@pytest.mark.parametrize("variant", ALL, ids=as_test_id)
 def test_every_variant_on_edge_counts(variant, push):
     check_step(Geometry(capacity=24), EDGE_COUNTS, push, rank=3, **variant)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("push", ROUTES, ids=["push", "local"])
 @pytest.mark.parametrize("dcp", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("heads", [64, 96, 128])
-def test_heads_and_ranks(heads, dcp, push):
+def test_heads_and_ranks(heads, dcp, push, exchange):
     if heads % dcp:
         pytest.skip("heads are a multiple of dcp")
     geometry = Geometry(heads=heads, padded_heads=heads + 32, dcp=dcp, capacity=7)
-    check_step(geometry, [256, 250, 0, 13, 511], push, seed=heads + dcp, rank=dcp - 1)
+    check_step(geometry, [256, 250, 0, 13, 511], push, seed=heads + dcp, rank=dcp - 1, tiles=1, exchange=exchange)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 6, 8, 17, 40])
@@ -101,15 +116,17 @@ def test_batches(batch):
     check_step(Geometry(capacity=40), counts, True, seed=batch, rank=7)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("width", [1, 3, 64, 200, 2048])
-def test_widths(width):
+def test_widths(width, exchange):
     """The index loads precede the count, so they must stay inside a narrow row."""
     geometry = Geometry(topk=width, capacity=4)
-    check_step(geometry, [width, width // 2, 0, 1], True, seed=width)
+    check_step(geometry, [width, width // 2, 0, 1], True, seed=width, tiles=1, exchange=exchange)
 
 
-def test_all_keys_on_one_rank():
-    check_step(Geometry(capacity=5), [2048] * 5, True, seed=5)
+@pytest.mark.parametrize("variant", SHAPES, ids=as_test_id)
+def test_all_keys_on_one_rank(variant):
+    check_step(Geometry(capacity=5), [2048] * 5, True, seed=5, **variant)
 
 
 @pytest.mark.parametrize("generations", [2, 3])
@@ -126,19 +143,35 @@ def test_generations_follow_the_use_counter(generations):
         ranks.rearm_values()
 
 
+@pytest.mark.parametrize("variants", [SEED, PROBABILITIES], ids=["seed", "probabilities"])
 @pytest.mark.parametrize("push", ROUTES, ids=["push", "local"])
-def test_variants_agree_bitwise(push):
+def test_variants_of_a_family_agree_bitwise(push, variants):
     geometry = Geometry(capacity=len(EDGE_COUNTS))
     ranks = SparseRank(geometry, 1)
     inputs = make_inputs(geometry, EDGE_COUNTS, seed=11)
-    reference = ranks.step(sparse_config(geometry, len(EDGE_COUNTS), push), inputs)
-    for variant in VARIANTS:
+    reference = ranks.step(sparse_config(geometry, len(EDGE_COUNTS), push, **variants[0]), inputs)
+    for variant in variants[1:]:
         ranks.rearm_values()
         outputs = ranks.step(sparse_config(geometry, len(EDGE_COUNTS), push, **variant), inputs)
-        assert outputs.same_bits(reference), f"{as_test_id(variant)} differs from the default variant"
+        assert outputs.same_bits(reference), f"{as_test_id(variant)} differs from the first variant"
 
 
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], VARIANTS[8], VARIANTS[11]], ids=as_test_id)
+@pytest.mark.parametrize("push", ROUTES, ids=["push", "local"])
+def test_families_agree_where_their_orders_do(push):
+    """The same LSE everywhere; the same rows up to 256 keys, the round in which the order of the sums is the same."""
+    geometry = Geometry(capacity=len(EDGE_COUNTS))
+    ranks = SparseRank(geometry, 1)
+    inputs = make_inputs(geometry, EDGE_COUNTS, seed=23)
+    seed = ranks.step(sparse_config(geometry, len(EDGE_COUNTS), push, **SEED[0]), inputs)
+    ranks.rearm_values()
+    other = ranks.step(sparse_config(geometry, len(EDGE_COUNTS), push, **PROBABILITIES[0]), inputs)
+    assert torch.equal(seed.lse.view(torch.int32), other.lse.view(torch.int32))
+    one_round = inputs.valid <= 256
+    assert torch.equal(seed.out[one_round].view(torch.int16), other.out[one_round].view(torch.int16))
+    assert not torch.equal(seed.out[~one_round].view(torch.int16), other.out[~one_round].view(torch.int16))
+
+
+@pytest.mark.parametrize("variant", SHAPES, ids=as_test_id)
 def test_hundred_repeats_agree_bitwise(variant):
     geometry = Geometry(capacity=5)
     ranks = SparseRank(geometry, 1)
@@ -228,7 +261,7 @@ def test_extreme_values():
     verify(outputs, inputs, geometry, True).require("extreme values")
 
 
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[8], VARIANTS[11]], ids=as_test_id)
+@pytest.mark.parametrize("variant", SHAPES, ids=as_test_id)
 @pytest.mark.parametrize("push", ROUTES, ids=["push", "local"])
 @pytest.mark.parametrize("nan_byte", [0x7F, 0xFF], ids=["positive", "negative"])
 def test_nan_query_poisons_its_row_and_head_only(nan_byte, push, variant):
@@ -241,7 +274,7 @@ def test_nan_query_poisons_its_row_and_head_only(nan_byte, push, variant):
     check_canonical(ranks, inputs, geometry, push, variant)
 
 
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[8], VARIANTS[11]], ids=as_test_id)
+@pytest.mark.parametrize("variant", SHAPES, ids=as_test_id)
 @pytest.mark.parametrize("push", ROUTES, ids=["push", "local"])
 @pytest.mark.parametrize("nan_byte", [0x7F, 0xFF], ids=["positive", "negative"])
 def test_nan_key_poisons_the_rows_that_select_it(nan_byte, push, variant):
@@ -283,7 +316,7 @@ def test_page_stride_and_ten_million_rows():
     verify(outputs, inputs, geometry, True).require("10 M rows")
 
 
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[3], VARIANTS[8], VARIANTS[11]], ids=as_test_id)
+@pytest.mark.parametrize("variant", SHAPES, ids=as_test_id)
 @pytest.mark.parametrize("count", [1, 31, 33, 256, 257, 511, 2048])
 def test_needle_counts_every_key_once(count, variant):
     geometry = Geometry(capacity=2)
@@ -300,11 +333,12 @@ def test_needle_counts_every_key_once(count, variant):
     check_needle_lse(needle, outputs.lse)
 
 
-def test_a_missing_query_word_ends_in_a_record_and_no_push():
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_missing_query_word_ends_in_a_record_and_no_push(exchange):
     geometry = Geometry(capacity=3)
     ranks = SparseRank(geometry, 2)
     inputs = make_inputs(geometry, [256, 256, 0], seed=21)
-    config = sparse_config(geometry, 3)
+    config = sparse_config(geometry, 3, tiles=1, exchange=exchange)
     section = ranks.layout.query.words(ranks.mailbox.memory.local)
     ranks.put_query(inputs.query)
     section[0, 1, 37, 5] = -1  # one word of (row 1, head 37), whose owner is rank 3
@@ -330,6 +364,22 @@ def test_a_missing_query_word_ends_in_a_record_and_no_push():
     torch.cuda.synchronize()
     assert begin.elapsed_time(end) < 100
     assert bool((ranks.take_partials(3).out[1].view(torch.int16) == -1).all())
+
+
+@pytest.mark.parametrize("variant", SHAPES, ids=as_test_id)
+def test_nothing_is_pushed_after_an_abort(variant):
+    """Words that an aborted use left behind look arrived: the abort word of an earlier kernel alone stops the push."""
+    geometry = Geometry(capacity=3)
+    ranks = SparseRank(geometry, 2)
+    inputs = make_inputs(geometry, [256, 300, 0], seed=24)
+    ranks.put_query(inputs.query)
+    ranks.mailbox.abort_word.fill_(1)
+    torch.cuda.synchronize()
+    ranks.launch(sparse_config(geometry, 3, **variant), inputs)
+    torch.cuda.synchronize()
+    outputs = ranks.take_partials(3)
+    assert bool((outputs.out.view(torch.int16) == -1).all())
+    assert bool((outputs.lse.view(torch.int32) == -1).all())
 
 
 def test_verdict_finds_one_wrong_column_and_a_wrong_lse():
