@@ -29,17 +29,7 @@ from dcp_decode.regression.compare import compare
 pytestmark = pytest.mark.xdist_group("launch")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SMALL = """
-[model]
-heads = 16
-layers = 1
-topk = 16
-[parallel]
-dcp = 2
-[mailbox]
-capacity = 5
-deadline_seconds = 1.0
-"""
+SMALL = REPOSITORY / "tests" / "data" / "small.toml"
 HARDWARE = {"device": "cpu", "kind": "some-processor"}
 
 
@@ -67,10 +57,8 @@ def run_job(artifacts: Path, *options: str) -> tuple[int, dict, dict[str, str]]:
     ],
 )
 def test_red_with_an_injected_fault(fault: str, exit_code: int, error: str, cause: str, tmp_path: Path) -> None:
-    config = tmp_path / "small.toml"
-    config.write_text(SMALL)
     artifacts = tmp_path / "artifacts"
-    ended, document, failures = run_job(artifacts, str(config), "--stages", "group", "--inject", fault)
+    ended, document, failures = run_job(artifacts, str(SMALL), "--stages", "group", "--inject", fault)
     assert ended == document["exit_code"] == exit_code
     assert document["verdict"] == "red: group"
     assert failures.keys() == {"group"}

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,18 +21,7 @@ pytestmark = pytest.mark.xdist_group("launch")
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAUNCH = REPOSITORY / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch"), REPOSITORY / ".ci" / "run"])
-SMALL = """
-[model]
-heads = 16
-layers = 1
-topk = 16
-[parallel]
-dcp = 2
-[mailbox]
-capacity = 5
-[service]
-max_steps = 2
-"""
+SMALL = REPOSITORY / "tests" / "data" / "small.toml"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -44,7 +34,10 @@ def test_shellcheck_passes(script: Path) -> None:
 
 def two_nodes(folder: Path, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
     """launch/torchrun.sh once for each of two nodes, both of them this host."""
-    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29471"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared["DCP_DECODE_RECORDS"] = str(folder / "records")
     processes = [
         subprocess.Popen(
@@ -65,17 +58,15 @@ def two_nodes(folder: Path, *arguments: str) -> list[subprocess.CompletedProcess
 
 
 def test_two_nodes_are_one_group_and_node_0_reports(tmp_path: Path) -> None:
-    config = tmp_path / "small.toml"
-    config.write_text(SMALL)
     output = tmp_path / "run.json"
-    first, second = two_nodes(tmp_path, "run", str(config), "--output", str(output))
+    first, second = two_nodes(tmp_path, "run", str(SMALL), "--output", str(output))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout.splitlines()[-1] == str(output)
     assert second.stdout == ""
     document = json.loads(output.read_text())
     assert (document["verified"], document["launcher"], document["ranks"]) == (True, "torchrun", 2)
     # The same folder again would mix up the records of two runs.
-    for again in two_nodes(tmp_path, "run", str(config)):
+    for again in two_nodes(tmp_path, "run", str(SMALL)):
         assert (again.returncode, again.stdout) == (2, "")
         assert "has records of another run; give a new folder" in again.stderr
 

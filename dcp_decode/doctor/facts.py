@@ -81,7 +81,7 @@ def observe(rank: int, with_imports: bool) -> RankFacts:
         visible_gpus=_visible_gpus(),
         gpus=_with_visible(observe_gpus()),
         imports=try_imports(IMPORTS) if with_imports else None,
-        mpirun=shutil.which("mpirun", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))),
+        mpirun=shutil.which("mpirun", path=os.pathsep.join((str(Path(sys.executable).parent), *os.get_exec_path()))),
         shared_memory_bytes=0 if room is None else room.f_blocks * room.f_frsize,
         shared_memory_free_bytes=0 if room is None else room.f_bavail * room.f_frsize,
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
