@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from dcp_decode.cli import run_command
 from dcp_decode.config import load_config
 from dcp_decode.errors import BAD_INPUT, UnsupportedEnvironment
 from dcp_decode.geometry import Geometry
+from dcp_decode.records import RankRecord, RankReport, make_plan, read_plan, write_plan, write_record
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "latency_checkpoint.toml"
 
@@ -95,6 +98,40 @@ def test_bad_option_is_refused_in_one_line(options: str, words: str, capsys: pyt
     error = capsys.readouterr().err
     assert error.startswith(f"error: {words}")
     assert error.count("\n") == 1
+
+
+def test_launchers_get_a_plan_for_real_ranks_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["checkpoint", str(CONFIG), "--prepare", str(tmp_path), "--launcher", "torchrun"]
+    assert run_command([*arguments, "--mode", "group"]) == 0
+    assert capsys.readouterr().out == "8\n"
+    plan = read_plan(tmp_path)
+    assert (plan.command, plan.launcher, plan.processes) == ("checkpoint", "torchrun", 8)
+    assert run_command(arguments) == BAD_INPUT
+    assert "checkpoint.mode = 'solo' runs in one process: start it without torchrun" in capsys.readouterr().err
+
+
+def test_conclusion_of_ranks_is_shown_as_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(CONFIG, {"checkpoint.mode": "group", "parallel.device": "cuda", "parallel.dcp": 2})
+    output = tmp_path / "checkpoint.json"
+    write_plan(tmp_path, make_plan("checkpoint", config, "torchrun", str(output)))
+    made = document()
+    keys = {
+        key: made[key] for key in ("points", "failures", "step", "sweep", "layout", "platform", "wire", "peer_facts")
+    }
+    report = RankReport(
+        fabric="nvshmem", device="cuda", family="seed", verified=True, worst_error=0.02, error_bound=0.03,
+        checked_steps=10, digest="ab", requests={}, refusals=[], steps=0, tokens=0, acceptance=[],
+        measurements=keys | {"mode": "group"},
+    )  # fmt: skip
+    for rank in range(2):
+        write_record(tmp_path, RankRecord(rank, 100 + rank, "host", "ok", 0, time.time(), report=asdict(report)))
+    assert run_command(["conclude", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == str(output)
+    assert any("real ranks, maximum over ranks" in line for line in shown)
+    written = json.loads(output.read_text())
+    assert (written["command"], written["fabric"], written["ranks"]) == ("checkpoint", "nvshmem", 2)
+    assert len(written["points"]) == len(made["points"])
 
 
 def test_document_that_is_no_checkpoint_is_not_rendered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,8 @@ LATENCY_CHECKPOINT = Path(__file__).resolve().parent.parent.parent / "configs" /
     "--render", type=click.Path(path_type=Path), help="Measure nothing: write the HTML report of this document."
 )
 @click.option("--slowdown", type=click.FloatRange(min=0), default=0.0, hidden=True)
+@click.option("--prepare", type=click.Path(file_okay=False, path_type=Path), hidden=True)
+@click.option("--launcher", type=str, default="builtin", hidden=True)
 def checkpoint(
     config: Path | None,
     mode: str | None,
@@ -41,10 +43,13 @@ def checkpoint(
     html: Path | None,
     render: Path | None,
     slowdown: float,
+    prepare: Path | None,
+    launcher: str,
 ) -> int:
     """Measure CONFIG (default: configs/latency_checkpoint.toml) on a GPU; write a JSON document and an HTML report.
 
-    Modes solo and loopback use one GPU and start without a launcher; group needs a GPU a rank.
+    Modes solo and loopback use one GPU and start without a launcher; group needs a GPU a rank, and starts its own
+    ranks or is one that torchrun or mpirun started.
     """
     if render is not None:
         return _render(render, html)
@@ -52,6 +57,8 @@ def checkpoint(
     configured = _place(
         config or LATENCY_CHECKPOINT, {key: value for key, value in overrides.items() if value is not None}
     )
+    if prepare is not None:  # launch/*.sh: leave the plan for `conclude`, say how many ranks to start
+        return _prepare(prepare, configured, launcher, output)
     from dcp_decode.checkpoint.presentation import publish
     from dcp_decode.launcher import execute
 
@@ -66,6 +73,18 @@ def _place(path: Path, overrides: dict[str, object]) -> RunConfig:
     if configured.checkpoint.mode != "group":
         placed["parallel.fabric"] = "loopback"
     return load_config(path, overrides | placed)
+
+
+def _prepare(folder: Path, config: RunConfig, launcher: str, output: str | None) -> int:
+    from dcp_decode.errors import UnsupportedEnvironment
+    from dcp_decode.records import make_plan, write_plan
+
+    mode = config.checkpoint.mode
+    if mode != "group":
+        raise UnsupportedEnvironment(f"checkpoint.mode = {mode!r} runs in one process: start it without {launcher}")
+    write_plan(folder, make_plan("checkpoint", config, launcher, output))
+    click.echo(config.parallel.dcp)
+    return 0
 
 
 def _run_rank(config: RunConfig, quick: bool, slowdown: float, control: ControlPlane) -> RankReport:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from dcp_decode.errors import UnsupportedEnvironment
+
+if TYPE_CHECKING:
+    from dcp_decode.records import Plan
+    from dcp_decode.results import Conclusion
 
 
 @click.command(hidden=True)
@@ -15,7 +20,7 @@ from dcp_decode.errors import UnsupportedEnvironment
 @click.option("--silent", is_flag=True, help="Only the exit code: another node reports.")
 def conclude(folder: Path, patience: float, silent: bool) -> int:
     """Write the JSON document of a run from the records in FOLDER; exit as the contract says."""
-    from dcp_decode import presentation, records, results
+    from dcp_decode import records, results
     from dcp_decode.forensics.conclusion import keep
 
     try:
@@ -27,7 +32,19 @@ def conclude(folder: Path, patience: float, silent: bool) -> int:
         return conclusion.exit_code
     if plan.command != "doctor":
         conclusion = keep(conclusion, plan, folder)
-        presentation.publish(conclusion, plan)
+        _publish(conclusion, plan)
     elif conclusion.error is not None:  # what the doctor found is shown already
         click.echo(f"error: {conclusion.error}", err=True)
     return conclusion.exit_code
+
+
+def _publish(conclusion: Conclusion, plan: Plan) -> None:
+    """As the command of the plan does at the end of its own ranks."""
+    if plan.command == "checkpoint":
+        from dcp_decode.checkpoint.presentation import publish as publish_checkpoint
+
+        publish_checkpoint(conclusion, plan, None)
+    else:
+        from dcp_decode.presentation import publish
+
+        publish(conclusion, plan)
