@@ -162,9 +162,10 @@ def contract_code(stage: Stage, exit_code: int) -> int:
 def first_error(log: str) -> str:
     """The line that says what went wrong: of this package's commands, or of pytest, else the last one.
 
-    A document's path, with which commands end, doesn't count.
+    Neither the command's own line counts nor a document's path, with which commands end.
     """
-    lines = [line.strip() for line in log.splitlines() if line.strip() and not line.strip().endswith(".json")]
+    lines = [line.strip() for line in log.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("$ ") and not line.endswith(".json")]
     for start in ("error: ", "FAILED ", "ERROR "):
         for line in lines:
             if line.startswith(start):
