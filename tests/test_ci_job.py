@@ -22,15 +22,15 @@ from dcp_decode.doctor.verdicts import kind_of
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT
 from dcp_decode.job import stages
 from dcp_decode.job.report import write_report
-from dcp_decode.job.runner import Outcome, differing_digest, first_error, run_stage
-from dcp_decode.job.stages import Settings, Stage
+from dcp_decode.job.runner import Job, Outcome, differing_digest, first_error, run_stage
+from dcp_decode.job.stages import Hardware, Settings, Stage
 from dcp_decode.regression.compare import compare
 
 pytestmark = pytest.mark.xdist_group("launch")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = REPOSITORY / "tests" / "data" / "small.toml"
-HARDWARE = {"device": "cpu", "kind": "some-processor"}
+HARDWARE = {"device": "cpu", "kind": "some-processor", "ranks": [{"visible_gpus": []}]}
 
 
 def run_job(artifacts: Path, *options: str) -> tuple[int, dict, dict[str, str]]:
@@ -151,19 +151,22 @@ def commands(found: list[Stage]) -> dict[str, str]:
 
 
 def test_stages_fit_the_device_and_the_node(tmp_path: Path) -> None:
-    on_cpu = stages.following(settings(tmp_path), "cpu", "cpu-2-cores")
+    on_cpu = stages.following(settings(tmp_path), Hardware("cpu", "cpu-2-cores"))
     assert ("doctor", *commands(on_cpu)) == stages.NAMES
     assert "dcp_decode.checkpoint.cpu" in commands(on_cpu)["checkpoint"]
     assert "tests/gpu" not in commands(on_cpu)["tests"]
     assert "no " in on_cpu[-1].skip
     assert f"commit this run's {tmp_path}/checkpoint.json there" in on_cpu[-1].skip
-    on_gpu = stages.following(settings(tmp_path, inject="slowdown"), "cuda", "nvidia-h200")
+    assert {stage.name: stage.skip for stage in on_cpu}["multigpu"] == "needs several GPUs, and 0 are here"
+    on_gpu = stages.following(settings(tmp_path, inject="slowdown"), Hardware("cuda", "nvidia-h200", 6))
+    assert "--nproc-per-node 4 -m pytest -m multigpu" in commands(on_gpu)["multigpu"]
+    assert not {stage.name: stage.skip for stage in on_gpu}["multigpu"]
     assert "checkpoint configs/latency_checkpoint.toml --quick" in commands(on_gpu)["checkpoint"]
     assert "--slowdown 0.2" in commands(on_gpu)["checkpoint"]
     assert "tests/gpu" in commands(on_gpu)["tests"]
     assert "--inject" not in commands(on_gpu)["group"]
     several = settings(tmp_path / "node-1", shared=tmp_path, nodes=2, node=1)
-    assert list(commands(stages.following(several, "", ""))) == ["group"]
+    assert list(commands(stages.following(several, Hardware()))) == ["group"]
     assert commands([stages.doctor(several)])["doctor"].startswith(f"{REPOSITORY}/launch/torchrun.sh doctor")
     assert stages.doctor(several).environment == {"DCP_DECODE_RECORDS": f"{tmp_path}/records-doctor"}
     for test in stages.INTEGRATION_TESTS + stages.GPU_TESTS:
@@ -171,7 +174,7 @@ def test_stages_fit_the_device_and_the_node(tmp_path: Path) -> None:
 
 
 def python(code: str, name: str = "stage", limit: float = 30.0) -> Stage:
-    return Stage(name, (sys.executable, "-c", code), limit)
+    return Stage(name, (sys.executable, "-c", code, *(["pytest"] if name == "tests" else [])), limit)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +210,18 @@ def _runs(process: int) -> bool:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
+def test_nothing_runs_where_the_doctor_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = python("import sys; print('error: not ready', file=sys.stderr); sys.exit(2)", "doctor")
+    monkeypatch.setattr(stages, "doctor", lambda _: refusing)
+    shown: list[str] = []
+    job = Job(settings(tmp_path), stages.NAMES, lambda outcome: shown.append(outcome.name))
+    job.run()
+    assert job.exit_code == BAD_INPUT
+    assert tuple(shown) == stages.NAMES
+    assert {outcome.text for outcome in job.outcomes} == {"not ready", "nothing can run here: see the doctor"}
+    assert [outcome.exit_code for outcome in job.outcomes] == [BAD_INPUT] + [None] * (len(stages.NAMES) - 1)
+
+
 def test_a_stopped_job_still_reports(tmp_path: Path) -> None:
     command = [str(REPOSITORY / "launch" / "ci_job.sh"), "--stages", "soak gate", "--artifacts", str(tmp_path)]
     (tmp_path / "doctor.json").write_text(json.dumps(HARDWARE))
@@ -230,7 +245,7 @@ def test_a_stopped_job_still_reports(tmp_path: Path) -> None:
 def test_mpi_must_have_torchrun_s_digest(digests: tuple[str, str | None], text: str, tmp_path: Path) -> None:
     for name, digest in zip(("group", "mpi"), digests, strict=True):
         (tmp_path / f"{name}.json").write_text(json.dumps({"digest": digest}))
-    mpi = next(stage for stage in stages.following(settings(tmp_path), "cpu", "") if stage.name == "mpi")
+    mpi = next(stage for stage in stages.following(settings(tmp_path), Hardware()) if stage.name == "mpi")
     assert text in differing_digest(mpi, tmp_path)
     assert bool(differing_digest(mpi, tmp_path)) is bool(text)
 

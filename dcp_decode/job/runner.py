@@ -16,7 +16,7 @@ from typing import IO
 
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, UnsupportedEnvironment
 from dcp_decode.job import stages
-from dcp_decode.job.stages import REPOSITORY, Settings, Stage
+from dcp_decode.job.stages import REPOSITORY, Hardware, Settings, Stage
 
 SUFFIXES = (".log", ".json", ".xml", ".html", ".forensics.tar.gz")  # of what a stage leaves
 GRACE_SECONDS = 20.0  # from SIGTERM to SIGKILL of a stage
@@ -57,7 +57,7 @@ class Job:
                 self._run(stages.doctor(self.settings))
                 if self.outcomes[0].exit_code != VERIFIED:
                     self.stopped = self.stopped or "nothing can run here: see the doctor"
-            for stage in stages.following(self.settings, *self._device()):
+            for stage in stages.following(self.settings, self._hardware()):
                 if stage.name in self.wanted:
                     self._run(stage)
 
@@ -66,15 +66,15 @@ class Job:
         """The first failing stage's."""
         return next((outcome.exit_code for outcome in self.outcomes if outcome.exit_code), VERIFIED)
 
-    def _device(self) -> tuple[str, str]:
-        """The device to use and its kind, as the doctor found them in this job or an earlier one."""
+    def _hardware(self) -> Hardware:
+        """As the doctor found it, in this job or an earlier one."""
         if self.stopped or self.settings.node > 0:
-            return "unknown", "unknown"
+            return Hardware()
         path = self.settings.artifacts / "doctor.json"
         try:
             found = json.loads(path.read_text())
-            return found["device"], found["kind"]
-        except (OSError, ValueError, KeyError):
+            return Hardware(found["device"], found["kind"], len(found["ranks"][0]["visible_gpus"]))
+        except (OSError, ValueError, LookupError):
             raise UnsupportedEnvironment(f"{path} is missing or damaged: run the stage doctor too") from None
 
     def _run(self, stage: Stage) -> None:
@@ -154,7 +154,7 @@ def differing_digest(stage: Stage, folder: Path) -> str:
 
 def contract_code(stage: Stage, exit_code: int) -> int:
     """A stage's exit code in the contract's terms: pytest counts failed tests as 1, all else of it is bad input."""
-    if stage.name == "tests" and exit_code > WRONG_RESULT:
+    if "pytest" in stage.command and exit_code > WRONG_RESULT:
         return BAD_INPUT
     return exit_code if VERIFIED <= exit_code <= WAIT_EXPIRED else WAIT_EXPIRED
 

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-NAMES = ("doctor", "group", "mpi", "tests", "soak", "checkpoint", "gate")
+NAMES = ("doctor", "group", "mpi", "tests", "multigpu", "soak", "checkpoint", "gate")
 INJECTIONS = ("hang", "wrong-bit", "slowdown")
 SLOWDOWN = "0.2"
 
@@ -47,6 +47,15 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """What the doctor found. device: cpu or cuda; kind: the name of its baselines; gpus: that this node may use."""
+
+    device: str = "cpu"
+    kind: str = "unknown"
+    gpus: int = 0
+
+
+@dataclass(frozen=True)
 class Stage:
     """One command. skip: why it isn't run. output: the file for its standard output, if not the log.
 
@@ -68,24 +77,18 @@ def doctor(settings: Settings) -> Stage:
     return Stage("doctor", tuple(command), 180, output="doctor.json", environment=_records(settings, "doctor"))
 
 
-def following(settings: Settings, device: str, kind: str) -> list[Stage]:
-    """The stages after the doctor. device: cpu or cuda; kind: the name of its baselines."""
+def following(settings: Settings, hardware: Hardware) -> list[Stage]:
+    """The stages after the doctor."""
     if settings.node > 0:
         return [_group(settings)]
-    alone = "" if settings.nodes == 1 else "runs on one node only"
     return [
         _group(settings),
-        Stage(
-            "mpi",
-            (_script("mpirun.sh"), *_run(settings, "mpi")),
-            limit_seconds=240,
-            skip=alone,
-            same_digest_as="group",
-        ),
-        _tests(settings, device),
+        _mpi(settings),
+        _tests(settings, hardware),
+        _multigpu(hardware),
         _soak(settings),
-        _checkpoint(settings, device),
-        _gate(settings, device, kind),
+        _checkpoint(settings, hardware),
+        _gate(settings, hardware),
     ]
 
 
@@ -96,15 +99,28 @@ def _group(settings: Settings) -> Stage:
     return Stage("group", tuple(command), 240, environment=_records(settings, "group"))
 
 
+def _mpi(settings: Settings) -> Stage:
+    skip = "" if settings.nodes == 1 else "runs on one node only"
+    command = (_script("mpirun.sh"), *_run(settings, "mpi"))
+    return Stage("mpi", command, 240, skip=skip, same_digest_as="group")
+
+
 def _run(settings: Settings, name: str) -> list[str]:
     output = str(settings.artifacts / f"{name}.json")
     return ["run", settings.config, "--device", settings.device, "--max-steps", STEPS, "--output", output]
 
 
-def _tests(settings: Settings, device: str) -> Stage:
-    tests = INTEGRATION_TESTS + (GPU_TESTS if device == "cuda" else ())
+def _tests(settings: Settings, hardware: Hardware) -> Stage:
+    tests = INTEGRATION_TESTS + (GPU_TESTS if hardware.device == "cuda" else ())
     results = f"--junit-xml={settings.artifacts / 'tests.xml'}"
     return Stage("tests", (sys.executable, "-m", "pytest", *tests, "-m", "not multigpu", results), 400)
+
+
+def _multigpu(hardware: Hardware) -> Stage:
+    ranks = max((ranks for ranks in (2, 4, 8) if ranks <= hardware.gpus), default=0)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    skip = "" if ranks else f"needs several GPUs, and {hardware.gpus} are here"
+    return Stage("multigpu", (*torchrun, "-m", "pytest", "-m", "multigpu", "tests/gpu"), 300, skip=skip)
 
 
 def _soak(settings: Settings) -> Stage:
@@ -113,9 +129,9 @@ def _soak(settings: Settings) -> Stage:
     return Stage("soak", tuple(command), 120 + 120 * settings.soak_minutes)
 
 
-def _checkpoint(settings: Settings, device: str) -> Stage:
+def _checkpoint(settings: Settings, hardware: Hardware) -> Stage:
     output = str(settings.artifacts / "checkpoint.json")
-    if device == "cuda":
+    if hardware.device == "cuda":
         command = [*_ours(settings, "checkpoint", group=False), "configs/latency_checkpoint.toml", "--quick"]
         command += ["--html", str(settings.artifacts / "checkpoint.html")]
     else:
@@ -125,10 +141,10 @@ def _checkpoint(settings: Settings, device: str) -> Stage:
     return Stage("checkpoint", (*command, "--output", output), 240)
 
 
-def _gate(settings: Settings, device: str, kind: str) -> Stage:
-    baseline = settings.baselines / f"{kind}.json"
+def _gate(settings: Settings, hardware: Hardware) -> Stage:
+    baseline = settings.baselines / f"{hardware.kind}.json"
     new = settings.artifacts / "checkpoint.json"
-    command = [*_ours(settings, "compare", group=False), str(baseline), str(new), "--limit", LIMITS[device]]
+    command = [*_ours(settings, "compare", group=False), str(baseline), str(new), "--limit", LIMITS[hardware.device]]
     skip = "" if baseline.is_file() else f"no {baseline}: commit this run's {new} there"
     return Stage("gate", (*command, "--output", str(settings.artifacts / "gate.json")), 60, skip=skip)
 
