@@ -22,12 +22,16 @@ def _option(name: str, **given: Any) -> Any:
 @click.command(name="ci-job")
 @click.argument("config", default="configs/smoke.toml")
 @_option(
-    "--artifacts", type=click.Path(path_type=Path), default="artifacts", show_default=True, help="Where to put all."
+    "--artifacts",
+    type=click.Path(path_type=Path),
+    default="artifacts",
+    show_default=True,
+    help="Folder of all it leaves.",
 )
 @_option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Where to run."
 )
-@_option("--stages", default=STAGES, show_default=True, help="Which of these to run, in this order.")
+@_option("--stages", default=STAGES, show_default=True, help="Which of these to run.")
 @_option("--soak-minutes", type=click.FloatRange(min=0), default=0.3, show_default=True, help="Start no round after.")
 @_option("--baselines", type=click.Path(path_type=Path), default="results/baselines", show_default=True, help="Folder.")
 @_option("--inject", type=click.Choice(INJECTIONS), help="A fault: the job must then be red.")
