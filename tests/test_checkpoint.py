@@ -235,6 +235,11 @@ def test_layout_is_the_fastest_variant_over_hot_and_cold_with_dependent_launch()
     ]
 
 
+def test_layout_takes_no_variant_that_failed_hot_or_cold() -> None:
+    sweep = [entry for entry in document()["sweep"] if (entry["variant"], entry["l2"]) != ("t2", "cold")]
+    assert [place["variant"] for place in best_layout(sweep)] == ["t1"]
+
+
 def test_summary_finds_leads_floors_and_cliffs() -> None:
     made = document()
     own = summary.own_points(made)

@@ -17,7 +17,6 @@ import torch
 from dcp_decode import numerics, oracle
 from dcp_decode.checkpoint.ranks import BenchRanks
 from dcp_decode.checkpoint.timing import Subject
-from dcp_decode.checkpoint.variants import family_of
 from dcp_decode.errors import WrongResult
 from dcp_decode.kernels.sparse_config import SparseConfig
 from dcp_decode.mailbox import Section
@@ -60,7 +59,7 @@ class Gate:
             subject.prepare()
             self._launch(subject, layer)
             for index, mailbox in enumerate(self.ranks.mailboxes_of(layer)):
-                expected = self.partial(layer, index, family_of(config))
+                expected = self.partial(layer, index, config.family)
                 if config.push:
                     out, lse = self._pushed(mailbox.memory.regions, mailbox.rank)
                     verdict = oracle.verify_partial(out, lse, expected)
@@ -82,7 +81,7 @@ class Gate:
                 self._launch(subject, layer)
                 for index, rank in enumerate(self.ranks.ranks):
                     merged = self.ranks.merged[index]
-                    verdict = oracle.verify_merged(merged, self._merged(layer, index, family_of(config)))
+                    verdict = oracle.verify_merged(merged, self._merged(layer, index, config.family))
                     verdict.require(f"{label}, layer {layer}, rank {rank}")
                     verdicts.append(verdict)
                     outputs.append(merged.clone())

@@ -27,7 +27,7 @@ from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_poi
 from dcp_decode.checkpoint.progress import ShowPoint
 from dcp_decode.checkpoint.ranks import current_stream
 from dcp_decode.checkpoint.timing import Series, capture, graph_lengths, layer_series, replay, slowest_rank
-from dcp_decode.checkpoint.variants import family_of, variant_name
+from dcp_decode.checkpoint.variants import variant_name
 from dcp_decode.checkpoint.wire import SOURCE, wire_of
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
@@ -84,7 +84,7 @@ class GroupCheckpoint:
             "wire": asdict(wire_of(geometry, own_shape(self.config).batch)) | {"source": SOURCE},
         }
         worst = max(passed, key=lambda one: one.share)
-        return Measurements(worst, family_of(sparse_config(geometry, own_shape(self.config).batch)), keys)
+        return Measurements(worst, sparse_config(geometry, own_shape(self.config).batch).family, keys)
 
     def _measure(self, point: Point) -> tuple[dict[str, Any], Passed]:
         geometry, shape = geometry_of(self.config, point.shape), point.shape
@@ -164,7 +164,7 @@ class GroupCheckpoint:
         everyone = self.control.all_gather(selected.cpu(), f"keys of {label}")
         heads = slice(rank * geometry.owner_heads, (rank + 1) * geometry.owner_heads)
         query = problem.query_bytes[:, heads]
-        family = oracle.family_named(family_of(chain.config))
+        family = oracle.family_named(chain.config.family)
         parts = [oracle.source_partial(query, keys.cuda(), problem.valid, geometry, family) for keys in everyone]
         verdict = oracle.verify_merged(chain.merged, oracle.merge_partials(parts))
         verdict.require(f"{label}, rank {rank}")

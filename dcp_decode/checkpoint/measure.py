@@ -22,7 +22,7 @@ from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_poi
 from dcp_decode.checkpoint.progress import ShowPoint
 from dcp_decode.checkpoint.ranks import SOLO_RANK, USED_GENERATIONS, BenchRanks, region_bytes_in_use
 from dcp_decode.checkpoint.timing import Series, Stopwatch, Subject
-from dcp_decode.checkpoint.variants import best_layout, family_of, swept_variants, variant_name
+from dcp_decode.checkpoint.variants import best_layout, swept_variants, variant_name
 from dcp_decode.checkpoint.wire import SOURCE, wire_of
 from dcp_decode.config import RunConfig
 from dcp_decode.environment import describe_device
@@ -106,7 +106,7 @@ class Checkpoint:
             "peer_facts": [asdict(peer.facts) for peer in self.peers],
             "wire": asdict(wire_of(geometry, own_shape(self.config).batch)) | {"source": SOURCE},
         }
-        return Measurements(worst, family_of(sparse_config(geometry, own_shape(self.config).batch)), keys)
+        return Measurements(worst, sparse_config(geometry, own_shape(self.config).batch).family, keys)
 
     def layers_of(self, geometry: Geometry, batch: int, ranks: int) -> int:
         """Layers of a chain's graph: the model's, or as many whose mailboxes leave L2 room for the keys."""
@@ -201,7 +201,7 @@ class _PointRun:
 
     def _expected(self, layer: int) -> oracle.Partial:
         """Of the first measuring rank."""
-        return self.gate.partial(layer, 0, family_of(self.config))
+        return self.gate.partial(layer, 0, self.config.family)
 
     def _sweep(self) -> None:
         """Every variant's sparse decode, each behind the gate before and after; one that fails there is left out."""

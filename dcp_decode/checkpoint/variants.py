@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
-from dcp_decode.kernels.sparse_config import FAMILY, MAX_TILES, SparseConfig, can_implement
+from dcp_decode.kernels.sparse_config import SparseConfig, sparse_variants
 
 
 def swept_variants(default: SparseConfig) -> list[SparseConfig]:
     """Every variant worth timing where the layout chooses `default`, which comes first; the last is it without pdl."""
-    tried = [
-        replace(default, tiles=tiles, bulk=bulk, buffers=buffers)
-        for tiles, bulk, buffers in product(range(1, MAX_TILES + 1), (False, True), (1, 2))
-    ]
-    allowed = [config for config in tried if can_implement(config) is None]
-    return list(dict.fromkeys([default, *allowed, replace(default, pdl=False)]))
-
-
-def family_of(config: SparseConfig) -> str:
-    """The oracle's name for what decides the bits of a variant."""
-    return getattr(config, "family", FAMILY)
+    return [*sparse_variants(default.geometry, default.batch, default.push), replace(default, pdl=False)]
 
 
 def variant_name(config: SparseConfig) -> str:
@@ -33,21 +22,21 @@ def variant_name(config: SparseConfig) -> str:
 def best_layout(sweep: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The fastest variant of each (batch, heads, keys) of sweep entries, by the sum of its hot and cold medians.
 
-    Variants without dependent launch are for comparison only. us: that sum; default_us: the default layout's.
+    A variant that lacks one of them failed there; those without dependent launch are for comparison only.
+    us: that sum; default_us: the default layout's.
     """
-    places: dict[tuple[int, int, int], dict[str, dict[str, Any]]] = {}
+    places: dict[tuple[int, int, int], dict[str, list[Mapping[str, Any]]]] = {}
     for entry in sweep:
-        place = places.setdefault((entry["batch"], entry["heads"], entry["keys"]), {})
-        variant = place.setdefault(entry["variant"], {"us": 0.0, "default": entry["default"], "pdl": entry["pdl"]})
-        variant["us"] += entry["p50_us"]
-    return [
-        {
-            "batch": batch,
-            "heads": heads,
-            "keys": keys,
-            "variant": min((name for name, one in place.items() if one["pdl"]), key=lambda name: place[name]["us"]),
-            "us": min(one["us"] for one in place.values() if one["pdl"]),
-            "default_us": next(one["us"] for one in place.values() if one["default"]),
-        }
-        for (batch, heads, keys), place in places.items()
-    ]
+        variants = places.setdefault((entry["batch"], entry["heads"], entry["keys"]), {})
+        variants.setdefault(entry["variant"], []).append(entry)
+    layout = []
+    for (batch, heads, keys), variants in places.items():
+        times = {name: sum(entry["p50_us"] for entry in timings) for name, timings in variants.items()}
+        states = max(map(len, variants.values()))
+        allowed = [name for name, timings in variants.items() if len(timings) == states and timings[0]["pdl"]]
+        if allowed:
+            best = min(allowed, key=times.__getitem__)
+            default = next((times[name] for name in allowed if variants[name][0]["default"]), None)
+            place = {"batch": batch, "heads": heads, "keys": keys}
+            layout.append(place | {"variant": best, "us": times[best], "default_us": default})
+    return layout
