@@ -15,8 +15,9 @@ import tempfile
 from pathlib import Path
 
 from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.chain_config import chain_config
 from dcp_decode.kernels.configs import KernelConfig, stage_kernels
-from dcp_decode.kernels.sparse_config import ARCHITECTURES, QUERY_WARPS, SparseConfig, sparse_config
+from dcp_decode.kernels.sparse_config import ARCHITECTURES, EXCHANGES, QUERY_WARPS, SparseConfig, sparse_config
 
 CONTROL = "crowded"  # a variant that must spill; not in the table
 TABLE = Path(__file__).parent / "data" / "kernel_resources.json"
@@ -50,6 +51,8 @@ def variants() -> dict[str, tuple[str, KernelConfig]]:
     sparse = [sparse_config(g, 5, route, tiles=tiles) for route in (True, False) for tiles in (1, 2, 3)]
     sparse += [sparse_config(g, 5, tiles=tiles, bulk=True) for tiles in (1, 2, 3)]
     sparse += [sparse_config(g, 5, tiles=tiles, exchange="probabilities") for tiles in (1, 2, 3)]
+    chains = [chain_config(g, 5, exchange=exchange) for exchange in EXCHANGES]
+    found |= {config.name: ("chain", config) for config in chains}
     return found | {config.name: ("sparse_decode", config) for config in sparse}
 
 

@@ -27,6 +27,7 @@ NEEDED = {
         "matrix load", "unpack E4M3", "pack E4M3", "tensor core",
     },
 }  # fmt: skip
+NEEDED["chain"] = NEEDED["sparse"]
 
 
 @pytest.mark.parametrize("architecture", kernel_resources.ARCHITECTURES)

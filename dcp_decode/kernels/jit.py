@@ -1,10 +1,11 @@
-"""Kernels compiled just in time: which function compiles which kernel of `configs.stage_kernels`."""
+"""Kernels compiled just in time: which function compiles which kernel of `configs.stage_kernels`, or the chain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from dcp_decode.kernels.chain import compile_chain
 from dcp_decode.kernels.configs import KernelConfig
 from dcp_decode.kernels.disk_cache import JitKernel
 from dcp_decode.kernels.exchange import compile_topk_push, compile_topk_receive
@@ -19,6 +20,7 @@ COMPILERS: dict[str, Callable[[Any], JitKernel]] = {
     "sparse_decode": compile_sparse,
     "value_push": compile_value_push,
     "merge": compile_value,
+    "chain": compile_chain,
 }
 
 
