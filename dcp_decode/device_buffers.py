@@ -2,19 +2,24 @@
 
     plan --host integers (pinned)--> integers --> [ stages ] --> merged, valid, positions, expired --> host (pinned)
 
-Both copies are part of the captured graph, so a replay is one launch.
+Both copies are part of the captured graph, so a replay is one launch. What the host does before it runs on caches that
+the results of the step before have filled, where every Python and NumPy call costs several times its usual time: a step
+writes its integers in one call, and page tables only when other requests take part.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from dcp_decode import numerics
-from dcp_decode.device_rank import StepShape, write_integers
+from dcp_decode.device_rank import PADDING, StepShape
 from dcp_decode.geometry import Geometry
+from dcp_decode.service import VerifyRow
 from dcp_decode.step import Batch, LayerResult, LayerRun
 
 if TYPE_CHECKING:
@@ -34,6 +39,7 @@ class StepBuffers:
     ) -> None:
         on_gpu = device.type == "cuda"
         self.shape = shape
+        self.contexts = shape.contexts(geometry)
         self.layers = layers
         self.ranks = ranks
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -46,14 +52,30 @@ class StepBuffers:
         self.positions = torch.zeros((*lead, geometry.topk), dtype=torch.int32, device=device)
         self.expired = torch.zeros(len(ranks), dtype=torch.int32, device=device)
         self._host_integers = torch.zeros(shape.integers, dtype=torch.int64, pin_memory=on_gpu)
-        self._host_integers_array = self._host_integers.numpy()
+        array = self._host_integers.numpy()
+        self._rows = array[: 3 * shape.requests].data
+        self._tables = array[3 * shape.requests :].reshape(shape.requests, shape.pages)
+        self._pack = struct.Struct(f"{3 * shape.requests}q").pack_into
+        self._padding = (0, PADDING, 0) * shape.requests
+        self._requests: list[int] = []
         self._host_merged = torch.zeros(rows, dtype=torch.bfloat16, pin_memory=on_gpu)
         self._host_valid = torch.zeros(lead, dtype=torch.int32, pin_memory=on_gpu)
         self._host_expired = torch.zeros(len(ranks), dtype=torch.int32, pin_memory=on_gpu)
 
-    def write(self, batch: Batch, tables: dict[int, np.ndarray]) -> None:
-        """Put a step's integers where `load` finds them. The step before must have ended."""
-        write_integers(self.shape, batch.rows, tables, self._host_integers_array)
+    def write(self, turns: Sequence[VerifyRow], tables: dict[int, np.ndarray]) -> None:
+        """Put a step's integers where `load` finds them. The step before must have ended.
+
+        turns: the first row of each request. tables: int64 page table of each request.
+        """
+        integers: list[int] = []
+        for row in turns:
+            integers += (row.request, row.position, row.salt)
+        self._pack(self._rows, 0, *integers, *self._padding[len(integers) :])
+        if self._requests != integers[::3]:
+            self._requests = integers[::3]
+            for turn, request in enumerate(self._requests):
+                table = tables[request][: self.shape.pages]
+                self._tables[turn, : len(table)] = table
 
     def load(self) -> None:
         """Copy the step's integers to the device, in stream order."""

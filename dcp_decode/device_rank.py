@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from dcp_decode import cache, numerics, topk
@@ -29,7 +28,7 @@ from dcp_decode.batch_workload import BatchRows, BatchWorkload
 from dcp_decode.cache import FlatCache
 from dcp_decode.cpu.stages import CpuStages
 from dcp_decode.geometry import PAGE_TOKENS, Geometry
-from dcp_decode.service import NEVER_WRITTEN, RequestState, VerifyRow
+from dcp_decode.service import NEVER_WRITTEN, RequestState
 from dcp_decode.step import Selection
 from dcp_decode.workload import Workload
 
@@ -65,17 +64,28 @@ class StepShape:
 
     @property
     def integers(self) -> int:
-        """int64 of a step: request, position, salt and turn of every row, then a page table a request."""
-        return 4 * self.rows + self.requests * self.pages
+        """int64 of a step: request, first position and salt of every request, then its page table."""
+        return self.requests * (3 + self.pages)
+
+    def contexts(self, geometry: Geometry) -> range:
+        """Lengths of the longest context, drafts included, that need this bucket of pages and no smaller one."""
+        return range(_tokens(self.pages // 2, geometry) + 1, _tokens(self.pages, geometry) + 1)
 
     def __str__(self) -> str:
         return f"{self.rows} rows of {self.requests} requests, {self.candidates} positions a rank"
 
 
-def step_shape(rows: tuple[VerifyRow, ...], rows_a_request: int, geometry: Geometry) -> StepShape:
-    """The bucket of a step: requests and pages rounded up to powers of two, as far as the mailbox has rows."""
-    requests = len(rows) // rows_a_request
-    longest = max(row.position for row in rows) + 1
+def _tokens(pages: int, geometry: Geometry) -> int:
+    """The longest context that fits `pages` pages on the rank that stores the most of it."""
+    runs, rest = divmod(pages * PAGE_TOKENS, geometry.interleave)
+    return runs * geometry.interleave * geometry.dcp + rest
+
+
+def step_shape(requests: int, rows_a_request: int, longest: int, geometry: Geometry) -> StepShape:
+    """The bucket of a step: requests and pages rounded up to powers of two, as far as the mailbox has rows.
+
+    longest: context of the longest request, in tokens, its drafts included.
+    """
     fitting = min(_power_of_two(requests), geometry.capacity // rows_a_request)
     return StepShape(fitting, rows_a_request, _power_of_two(cache.pages_needed(longest, geometry)))
 
@@ -89,20 +99,6 @@ def step_batches(rows_a_request: int, geometry: Geometry) -> tuple[int, ...]:
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
-
-
-def write_integers(
-    shape: StepShape, rows: tuple[VerifyRow, ...], tables: dict[int, np.ndarray], integers: np.ndarray
-) -> None:
-    """Fill the step's integers (int64 [shape.integers]). tables: int64 page table of each request of the rows."""
-    columns = integers[: 4 * shape.rows].reshape(4, shape.rows)
-    columns[1, len(rows) :] = PADDING
-    columns[:3, : len(rows)] = np.array([(row.request, row.position, row.salt) for row in rows]).T
-    columns[3] = np.arange(shape.rows) // shape.rows_a_request
-    pages = integers[4 * shape.rows :].reshape(shape.requests, shape.pages)
-    for turn, row in enumerate(rows[:: shape.rows_a_request]):
-        table = tables[row.request][: shape.pages]
-        pages[turn, : len(table)] = table
 
 
 @dataclass
@@ -175,10 +171,14 @@ class DeviceGroup:
         return [DeviceRank(self, index, one) for index, one in enumerate(self.stages)]
 
     def begin(self, shape: StepShape, integers: torch.Tensor) -> DeviceBatch:
-        """All that comes before the first layer. integers: int64 [shape.integers], as `write_integers` has it."""
+        """All that comes before the first layer. integers: int64 [shape.integers]."""
         geometry, layers, ranks = self.geometry, self.layers, len(self.stages)
-        request, position, salt, turn = integers[: 4 * shape.rows].view(4, shape.rows)
-        tables = integers[4 * shape.rows :].view(shape.requests, shape.pages).index_select(0, turn)  # (B, pages)
+        request, first, salt = integers[: 3 * shape.requests].view(shape.requests, 3, 1).unbind(1)  # (requests, 1)
+        offsets = torch.arange(shape.rows_a_request, device=self.device)
+        position = (first + offsets).masked_fill_(first == PADDING, PADDING).view(-1)  # (B)
+        request, salt = (one.expand(-1, shape.rows_a_request).reshape(-1) for one in (request, salt))
+        tables = integers[3 * shape.requests :].view(shape.requests, 1, shape.pages)
+        tables = tables.expand(-1, shape.rows_a_request, -1).reshape(shape.rows, shape.pages)
         workload = BatchWorkload(self.workload, layers, BatchRows(request, position, salt))
         own_rows = self._append_places(position, tables)
         self.salts.view(-1).index_copy_(0, own_rows, salt.repeat(ranks))

@@ -12,7 +12,8 @@ layers of all local ranks.
   whole slice. They run eagerly and meet at a control-plane barrier after every stage that pushes. So does the first
   step of a shape everywhere: it loads modules, which may take longer than a mailbox deadline.
 * **Host work** of a replayed step, from the plan to the launched graph: 76.6 us (median, H200) with one layer of 8
-  local ranks; 50 us is the aim. Not yet taken apart: the plan's integers, the stream's context, the launch itself.
+  local ranks before `StepBuffers` wrote its integers in one call and the stream was left alone; not measured since. 50
+  us is the aim.
 * `expired` is looked at after every step, replays included: `MailboxTimeout` then names who waited for whom. While the
   host waits for a step it looks for peers that have died, and names them before a deadline passes.
 """
@@ -154,22 +155,28 @@ class DeviceSteps:
         RankDied if a peer's process has ended.
         """
         started = time.perf_counter()
-        buffers = self._buffers(step_shape(batch.rows, self.rows_a_request, self.geometry))
-        buffers.write(batch, self._tables)
+        turns = batch.rows[:: self.rows_a_request]
+        longest = max([row.position for row in turns]) + self.rows_a_request
+        buffers = self._newest
+        # Most steps have the shape of the one before: asked by two comparisons.
+        if buffers is None or len(turns) != buffers.shape.requests or longest not in buffers.contexts:
+            buffers = self._buffers(step_shape(len(turns), self.rows_a_request, longest, self.geometry))
+        buffers.write(turns, self._tables)
         replay = self._replays and self.may_replay(step) and buffers.uses > 0
         captured = replay and buffers.graph is None
         if captured:
             self._capture(buffers)
             started = time.perf_counter()
         launched = None
-        with self._on_stream():
-            if replay and buffers.graph is not None:
-                buffers.graph.replay()
-                launched = time.perf_counter()
-            else:
+        if replay and buffers.graph is not None:
+            buffers.graph.replay()  # on the current stream: to change it takes longer than to launch
+            launched = time.perf_counter()
+            self._wait_for(torch.cuda.current_stream(self.device))
+        else:
+            with self._on_stream():
                 lockstep = self.lockstep or not buffers.uses
                 self._enqueue(buffers, self.before_stage, self.synchronize_ranks if lockstep else None)
-        self._synchronize()
+            self._synchronize()
         buffers.uses += 1
         if launched is None:
             self.statistics.eager_steps += 1
@@ -287,11 +294,14 @@ class DeviceSteps:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _synchronize(self) -> None:
-        """Wait for what was launched. Raises RankDied as soon as a peer has died: the step can't end well then."""
-        if self._stream is None:
-            return
+        """Wait for what was launched on the own stream; raises as `_wait_for`."""
+        if self._stream is not None:
+            self._wait_for(self._stream)
+
+    def _wait_for(self, stream: torch.cuda.Stream) -> None:
+        """Wait for a stream. Raises RankDied as soon as a peer has died: the step can't end well then."""
         # Polled, because a blocking call would keep signals, and the death of a peer, waiting for the step's deadlines.
-        while not self._stream.query():
+        while not stream.query():
             self._refuse_dead_peers()
             time.sleep(POLL_SECONDS)
 

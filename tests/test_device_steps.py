@@ -6,13 +6,15 @@ import gc
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from dcp_decode.cache import FlatCache, PagePool
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.cpu.stages import CpuStages
-from dcp_decode.device_rank import PADDING, DeviceGroup, StepShape, step_shape, write_integers
+from dcp_decode.device_buffers import StepBuffers
+from dcp_decode.device_rank import PADDING, DeviceGroup, StepShape, step_shape
 from dcp_decode.device_steps import DeviceSteps
 from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.geometry import Geometry
@@ -37,6 +39,11 @@ REQUESTS = [
     TraceRequest(2, 1, 250, 12),
     TraceRequest(3, 2, 90, 20),
 ]
+
+
+def shape_of(rows: tuple[VerifyRow, ...], rows_a_request: int = ROWS_A_REQUEST, geometry: Geometry = GEOMETRY):
+    longest = max(row.position for row in rows) + 1
+    return step_shape(len(rows) // rows_a_request, rows_a_request, longest, geometry)
 
 
 def make_stages(geometry: Geometry, deadline_seconds: float = 5.0) -> list[CpuStages]:
@@ -77,7 +84,7 @@ def test_every_row_equals_the_per_row_step(route):
                 for state in plain:
                     state.prefill(layer, request)
         batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
-        shapes.add(step_shape(plan.rows, ROWS_A_REQUEST, GEOMETRY))
+        shapes.add(shape_of(plan.rows))
         results = iter(steps.run(plan.index, batch, verified=True))
         for layer in range(LAYERS):
             for run in verify_layer(plain, layer, batch, route):
@@ -87,7 +94,7 @@ def test_every_row_equals_the_per_row_step(route):
                 assert torch.equal(result.valid, run.valid)
                 # With rows of padding a CPU's exp2 may round otherwise, by the vector lane that a row then falls into:
                 # the bits may differ, and each (row, head) has its own derived bound.
-                if len(plan.rows) == step_shape(plan.rows, ROWS_A_REQUEST, GEOMETRY).rows:
+                if len(plan.rows) == shape_of(plan.rows).rows:
                     assert torch.equal(result.merged.view(torch.int16), run.merged.view(torch.int16))
                 else:
                     verifier.check(plan.index, [result])
@@ -106,23 +113,32 @@ def test_every_row_equals_the_per_row_step(route):
 def test_a_step_shape_is_a_bucket_of_the_plan():
     rows = tuple(VerifyRow(request, 100 + row, 1) for request in range(3) for row in range(2))
     wide = replace(GEOMETRY, capacity=64)
-    assert step_shape(rows, 2, wide) == StepShape(4, 2, 1)
-    assert step_shape(rows, 2, replace(GEOMETRY, capacity=7)) == StepShape(3, 2, 1)
+    assert shape_of(rows, 2, wide) == StepShape(4, 2, 1)
+    assert shape_of(rows, 2, replace(GEOMETRY, capacity=7)) == StepShape(3, 2, 1)
     far = (VerifyRow(0, 64 * 4 * 5, 1), VerifyRow(0, 64 * 4 * 5 + 1, 1))
-    assert step_shape(far, 2, wide) == StepShape(1, 2, 8)  # 6 pages on the rank that stores most
+    assert shape_of(far, 2, wide) == StepShape(1, 2, 8)  # 6 pages on the rank that stores most
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 48, 64, 100])
+def test_contexts_of_a_shape_are_those_that_choose_it(interleave):
+    geometry = replace(GEOMETRY, interleave=interleave)
+    for longest in range(1, 3000):
+        shape = step_shape(1, 2, longest, geometry)
+        assert longest in shape.contexts(geometry), longest
+        assert longest not in replace(shape, pages=2 * shape.pages).contexts(geometry)
 
 
 def test_rows_of_padding_see_nothing_whatever_the_last_step_left():
     shape = StepShape(2, 2, 4)
-    integers = torch.full((shape.integers,), 7, dtype=torch.int64)
-    rows = (VerifyRow(5, 70, 3), VerifyRow(5, 71, 3))
-    write_integers(shape, rows, {5: torch.tensor([9, 4]).numpy()}, integers.numpy())
-    request, position, salt, turn = integers[:16].view(4, 4)
-    assert position.tolist() == [70, 71, PADDING, PADDING]
-    assert request[:2].tolist() == [5, 5]
-    assert salt[:2].tolist() == [3, 3]
-    assert turn[:2].tolist() == [0, 0]
-    assert integers[16:].view(2, 4)[0, :2].tolist() == [9, 4]
+    buffers = StepBuffers(shape, GEOMETRY, 1, [0], torch.device("cpu"))
+    tables = {5: np.array([9, 4]), 6: np.array([1, 2, 3])}
+    buffers.write((VerifyRow(6, 7, 1), VerifyRow(5, 70, 3)), tables)
+    buffers.write((VerifyRow(5, 72, 4),), tables)
+    buffers.load()
+    request, first, salt = buffers.integers[:6].view(2, 3).T
+    assert first.tolist() == [72, PADDING]
+    assert (int(request[0]), int(salt[0])) == (5, 4)
+    assert buffers.integers[6:].view(2, 4)[0, :2].tolist() == [9, 4]
 
 
 def test_an_expired_wait_names_who_waited_for_whom():
