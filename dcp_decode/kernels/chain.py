@@ -112,16 +112,7 @@ class DcpChain(SparseDcpDecode):
         self.chain_kernel(
             SparseArguments(region, table, rank, kv, rows, valid, nowhere, nowhere, scale_log2, out_scale, deadline),
             OwnRows(query, merged, inverse_scale),
-        ).launch(
-            grid=self.config.grid,
-            block=[self.config.threads, 1, 1],
-            cluster=[SPLIT, 1, 1],
-            smem=self.config.shared.nbytes,
-            use_pdl=self.config.pdl,
-            max_number_threads=[self.config.threads, 1, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        ).launch(**self.launch_shape, stream=stream)
 
     @cute.kernel
     def chain_kernel(self, arguments: SparseArguments, own: OwnRows) -> None:

@@ -133,17 +133,22 @@ class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
         """Launch over (split, head tiles, batch rows); arguments as in `launch.run_sparse`, addresses as integers."""
         self.kernel(
             SparseArguments(region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline)
-        ).launch(
-            grid=self.config.grid,
-            block=[self.config.threads, 1, 1],
-            cluster=[SPLIT, 1, 1],
-            smem=self.config.shared.nbytes,
-            use_pdl=self.config.pdl,
+        ).launch(**self.launch_shape, stream=stream)
+
+    @property
+    def launch_shape(self) -> dict[str, Any]:
+        """Grid, CTA, cluster and what they hold: keyword arguments of a launch."""
+        config = self.config
+        return {
+            "grid": config.grid,
+            "block": [config.threads, 1, 1],
+            "cluster": [SPLIT, 1, 1],
+            "smem": config.shared.nbytes,
+            "use_pdl": config.pdl,
             # Stated both, or ptxas spills a few registers of some variants.
-            max_number_threads=[self.config.threads, 1, 1],
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+            "max_number_threads": [config.threads, 1, 1],
+            "min_blocks_per_mp": 1,
+        }
 
     @cute.kernel
     def kernel(self, arguments: SparseArguments) -> None:

@@ -181,29 +181,18 @@ def test_a_missing_rank_is_named_and_nothing_is_merged() -> None:
     assert bool((group.merged[0].view(torch.int16) == -1).all())
 
 
-def test_a_missing_value_is_named_by_the_merge() -> None:
+@pytest.mark.parametrize(("section", "stage"), [("lse_log2", Stage.MERGE), ("credit", Stage.SPARSE)])
+def test_a_missing_word_is_named(section: str, stage: Stage) -> None:
     geometry = Geometry(capacity=5)
     group = ChainGroup(geometry, 5, poison=False)
     inputs = make_group_inputs(geometry, [[16] * 5 for _ in range(8)], seed=7)
     pushed = PushedWords(StageGroup(geometry, 5, poison=False), inputs)
     pushed.put(group.mailboxes[2], [0, 1, 3, 4, 5, 6, 7])
-    group.layout.lse_log2.words(group.mailboxes[2].memory.local)[0, 6] = -1
+    words = getattr(group.layout, section).words(group.mailboxes[2].memory.local)
+    words[0, 6] = -1  # all of source 6 in generation 0: its LSE words, or its one credit word
     group.launch(2, inputs, deadline=20_000_000)
     torch.cuda.synchronize()
     wait = read_record(group.mailboxes[2])
     assert wait is not None
-    assert (wait.stage, wait.source_rank, wait.word) == (Stage.MERGE.name, 6, 0)
-
-
-def test_a_missing_credit_is_named() -> None:
-    geometry = Geometry(capacity=5)
-    group = ChainGroup(geometry, 5, poison=False)
-    inputs = make_group_inputs(geometry, [[16] * 5 for _ in range(8)], seed=8)
-    pushed = PushedWords(StageGroup(geometry, 5, poison=False), inputs)
-    pushed.put(group.mailboxes[1], [0, 2, 3, 4, 5, 6, 7])
-    group.layout.credit.words(group.mailboxes[1].memory.local)[0, 5] = -1
-    group.launch(1, inputs, deadline=20_000_000)
-    torch.cuda.synchronize()
-    wait = read_record(group.mailboxes[1])
-    assert wait is not None
-    assert (wait.source_rank, wait.row, wait.head) == (5, -1, -1)
+    assert (wait.stage, wait.source_rank, wait.word) == (stage.name, 6, 0)
+    assert (wait.row == -1) == (section == "credit"), "a credit word belongs to no row"
