@@ -25,7 +25,7 @@ PART_ROWS = 256
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins in the place of the kernels."""
-    for name in ("query", "sparse", "value", "value_push"):
+    for name in ("query", "sparse", "value", "value_push", "chain"):
         monkeypatch.setattr(ranks, f"compile_{name}", lambda config: config)
         monkeypatch.setattr(ranks, f"run_{name}", globals()[f"run_{name}"])
     monkeypatch.setattr(ranks, "current_stream", lambda: 0)
@@ -81,6 +81,20 @@ def run_value(config: Any, mailbox: Mailbox, merged: torch.Tensor, deadline: int
     lse_words.fill_(numerics.ARMED_WORD)
     payload_words.fill_(numerics.ARMED_WORD)
     mailbox.use_counter(Stage.SPARSE if config.push else Stage.PUSH).add_(1)
+
+
+def run_chain(
+    config: Any, mailbox: Mailbox, query: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor,
+    merged: torch.Tensor, deadline: int, stream: int,
+) -> None:  # fmt: skip
+    use = _use(mailbox, Stage.QUERY)
+    credit = mailbox.layout.credit.words(mailbox.memory.local)[use]
+    others = [rank for rank in range(mailbox.geometry.dcp) if rank != mailbox.rank]
+    assert bool((credit[others] != numerics.ARMED_WORD).all()), "a credit word has not arrived"
+    credit.fill_(numerics.ARMED_WORD)
+    run_query(config, mailbox, query, stream)
+    run_sparse(config.sparse, mailbox, kv, rows, valid, None, None, deadline, stream)
+    run_value(config.sparse, mailbox, merged, deadline, stream)
 
 
 def _use(mailbox: Mailbox, stage: Stage) -> int:

@@ -99,7 +99,7 @@ def test_points_peers_floors_sweep_and_step_are_all_there() -> None:
     assert lines[-1].startswith("6/6 3 x 16, 16 heads, cold: query_push ")
     for point in keys["points"]:
         compared = point["batch"] != 3
-        assert list(point["stages"]) == ["query_push", "sparse_decode", "merge", "chain"]
+        assert list(point["stages"]) == ["query_push", "sparse_decode", "merge", "chain", "fused_chain"]
         assert {len(stage["rounds_us"]) for stage in point["stages"].values()} == {5 if compared else 0}
         assert set(point["floors"]) == {"launch", "bytes", "dependent_loads", "wire"}
         assert [peer["name"] for peer in point["peers"]] == (["torch", "triton_split_kv"] if compared else [])
@@ -111,7 +111,7 @@ def test_points_peers_floors_sweep_and_step_are_all_there() -> None:
         (b, l2) for b in (2, 1) for l2 in ("hot", "cold")
     }
     assert [entry["batch"] for entry in keys["layout"]] == [2, 1]
-    assert len(keys["step"]) == 6
+    assert [step["stage"] for step in keys["step"]] == ["chain", "fused_chain"] * 6
     assert all(step["within"] and step["layers"] == LAYERS for step in keys["step"])
     assert keys["failures"] == []
     assert measured.passed.worst.error <= measured.passed.worst.bound
@@ -130,6 +130,7 @@ def test_local_route_has_its_fourth_stage_and_loopback_no_peers() -> None:
     loopback = run(small_config(**{"checkpoint.mode": "loopback"}), quick=True)[0].keys
     assert {point["mode"] for point in loopback["points"]} == {"loopback"}
     assert all(point["peers"] == [] for point in loopback["points"])
+    assert all("fused_chain" not in point["stages"] for point in local["points"] + loopback["points"])
 
 
 def test_point_with_a_wrong_result_is_named_and_fails_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +172,22 @@ def test_wrong_variant_is_left_out_of_the_sweep_and_its_point_stays(monkeypatch:
     timed = {entry["variant"] for entry in keys["sweep"]}
     assert timed
     assert not any("_bulk" in name for name in timed)
+
+
+def test_wrong_fused_chain_is_left_out_and_its_point_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ranks.run_chain
+
+    def wrong(config: Any, mailbox: Any, *others: Any) -> None:
+        honest(config, mailbox, *others)
+        others[4][0, 0, 0] += 1
+
+    monkeypatch.setattr(ranks, "run_chain", wrong)
+    keys = run(small_config(), quick=True)[0].keys
+    assert [list(point["stages"])[-1] for point in keys["points"]] == ["chain", "chain"]
+    assert [failure[:40] for failure in keys["failures"]] == [
+        "2 x 16, 16 heads, hot, fused_chain, laye",
+        "2 x 16, 16 heads, cold, fused_chain, lay",
+    ]
 
 
 def test_other_bits_after_the_timing_are_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:

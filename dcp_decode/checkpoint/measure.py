@@ -139,6 +139,12 @@ class _PointRun:
         stages = self.ranks.subjects(self.config)
         before = self._pass_gate(stages, label)
         self.allowed_error = before["sparse_decode"].largest_bound
+        fused = self.ranks.fused_subject() if self.config.push else None
+        if fused is not None:
+            passed = self._attempt(self.gate.check_chain, fused, self.config, f"{label}, {fused.name}")
+            if passed is not None:
+                stages.append(fused)
+                before[fused.name] = passed
         timed, skipped = self._peers()
         measured = [self._slowed(subject) for subject in stages] + [one.subject for one in timed]
         floor_subjects = floors.floor_subjects(self.ranks, self.config)

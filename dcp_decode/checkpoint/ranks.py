@@ -23,8 +23,10 @@ from dcp_decode.checkpoint.timing import Subject
 from dcp_decode.errors import WaitFailed
 from dcp_decode.fabric.memory import SymmetricMemory
 from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.chain import compile_chain
+from dcp_decode.kernels.chain_config import chain_config, chain_for
 from dcp_decode.kernels.configs import QueryConfig, ValueConfig
-from dcp_decode.kernels.launch import run_query, run_sparse, run_value, run_value_push
+from dcp_decode.kernels.launch import run_chain, run_query, run_sparse, run_value, run_value_push
 from dcp_decode.kernels.query import compile_query
 from dcp_decode.kernels.sparse import compile_sparse
 from dcp_decode.kernels.sparse_config import SparseConfig
@@ -85,6 +87,7 @@ class BenchRanks:
         self.expired = torch.zeros(self.copies, len(ranks), dtype=torch.int32, device=device)
         self._alone = self._image(set(range(g.dcp)), chain=False)
         self._chained = self._image(others, chain=True)
+        self._fused = self._image(others, chain=True, credits=True)
         self.regions.fill_(numerics.ARMED_BYTE)
         self.regions[..., :CONTROL_BYTES] = 0
         self.synchronize()
@@ -141,6 +144,21 @@ class BenchRanks:
         alone = [Subject(name, launch, self.prepare_alone, self.copies) for name, launch in stages.items()]
         return [*alone, Subject("chain", chain, self.prepare_chain)]
 
+    def fused_subject(self) -> Subject | None:
+        """The chain as one launch of a rank; None where it is refused (several ranks here, or too many rows)."""
+        g, b, problem = self.geometry, self.batch, self.problem
+        if chain_for(g, b, own_device=len(self.ranks) == 1) is not None:
+            return None
+        kernel = compile_chain(chain_config(g, b))
+
+        def launch(layer: int) -> None:
+            run_chain(
+                kernel, self.mailboxes_of(layer)[0], self.query[0], problem.caches.e4m3, problem.rows_of(layer),
+                problem.valid, self.merged[0], DEADLINE_NANOSECONDS, current_stream(),
+            )  # fmt: skip
+
+        return Subject("fused_chain", launch, self.prepare_fused)
+
     def _on_all_ranks(self, launch: Callable[[int, Mailbox, int], None]) -> Launch:
         """A stage of the measuring ranks, one after the other, from its launch for (rank's number, mailbox, layer)."""
 
@@ -157,6 +175,10 @@ class BenchRanks:
     def prepare_chain(self) -> None:
         """The words of the sources that don't run here are there."""
         self._prepare(self._chained)
+
+    def prepare_fused(self) -> None:
+        """As for a chain, and the credit words that only the fused chain exchanges."""
+        self._prepare(self._fused)
 
     def prepare_eviction(self) -> None:
         """Cold: L2 holds none of the keys. For work that reads no mailbox."""
@@ -198,7 +220,7 @@ class BenchRanks:
         words = self.regions[..., ABORT_OFFSET : ABORT_OFFSET + 4].view(torch.int32)[..., 0]
         torch.maximum(self.expired, words, out=self.expired)
 
-    def _image(self, present: set[int], chain: bool) -> _Image:
+    def _image(self, present: set[int], chain: bool, credits: bool = False) -> _Image:
         g, b = self.geometry, self.batch
         image = torch.full_like(self.regions[0], numerics.ARMED_BYTE)
         image[:, :CONTROL_BYTES] = 0
@@ -212,12 +234,14 @@ class BenchRanks:
                 self.layout.query.view(image[index])[used, :b, heads] = self.problem.query_bytes[:, heads]
                 self.layout.payload.view(image[index])[used, source, :b] = self.payload[index, source]
                 self.layout.lse_log2.view(image[index])[used, source, :b] = self.lse_log2[index, source]
+                if credits:
+                    self.layout.credit.view(image[index])[used, source] = 0
 
         def used_part(section: Section) -> torch.Tensor:
             nbytes = section.nbytes // g.generations * USED_GENERATIONS
             return image[:, section.offset : section.offset + nbytes].clone()
 
-        sections = (self.layout.query, self.layout.payload, self.layout.lse_log2)
+        sections = (self.layout.query, self.layout.payload, self.layout.lse_log2, self.layout.credit)
         return _Image(image[:, :CONTROL_BYTES].clone(), tuple((one, used_part(one)) for one in sections))
 
     def _mailboxes(self) -> list[list[Mailbox]]:
