@@ -7,6 +7,8 @@ The time of a round is the maximum over ranks, its skew the spread between the f
 Every rank has its own keys and rows; queries come from one seed, so each rank knows all heads. For the gate the ranks
 exchange the keys that a layer selects. NCCL moves the same bytes for comparison: an all-gather of the query bytes and
 an all-to-all of the partial rows, each layer, in a graph.
+
+Not run yet: it needs a GPU a rank. On one GPU its refusal has run.
 """
 
 from __future__ import annotations
