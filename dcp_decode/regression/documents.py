@@ -21,10 +21,6 @@ from dcp_decode.errors import DcpDecodeError
 Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-# What names a point: the same in both documents. The variant is left out, since the best one may change.
-PLACE = {"batch", "heads", "keys", "l2", "mode", "route"}
-
-
 class IncomparableInputs(DcpDecodeError):
     """Two documents that can't be compared; names the document's field and why."""
 
@@ -39,8 +35,8 @@ class Statistics(BaseModel):
     samples: Annotated[int, Field(ge=0)] | None = None
 
 
-class Distribution(BaseModel):
-    """The samples of one measured point: series by name, sample i of each from the same round."""
+class Place(BaseModel):
+    """What names a point: the same in both documents. The variant is left out, since the best one may change."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,12 +46,17 @@ class Distribution(BaseModel):
     l2: str | None = None
     mode: str | None = None
     route: str | None = None
+
+
+class Distribution(Place):
+    """The samples of one measured point: series by name, sample i of each from the same round."""
+
     samples_us: dict[str, tuple[Microseconds, ...]]
 
     @property
     def name(self) -> str:
         """What was measured."""
-        given = self.model_dump(include=PLACE, exclude_none=True)
+        given = self.model_dump(include=set(Place.model_fields), exclude_none=True)
         return " ".join(f"{key}={value}" for key, value in given.items()) or "point"
 
     @property
@@ -80,17 +81,9 @@ class Peer(Timed):
     name: str
 
 
-class Point(BaseModel):
+class Point(Place):
     """One measured point of a checkpoint."""
 
-    model_config = ConfigDict(frozen=True)
-
-    batch: int | None = None
-    heads: int | None = None
-    keys: int | None = None
-    l2: str | None = None
-    mode: str | None = None
-    route: str | None = None
     stages: dict[str, Timed]
     peers: tuple[Peer, ...] = ()
     floors: dict[str, Timed] = {}
@@ -100,7 +93,7 @@ class Point(BaseModel):
         stages = {name: timed.rounds_us for name, timed in self.stages.items() if timed.rounds_us}
         peers = {f"peer:{peer.name}": peer.rounds_us for peer in self.peers if peer.rounds_us}
         floors = {f"floor:{name}": floor.rounds_us for name, floor in self.floors.items() if floor.rounds_us}
-        place = self.model_dump(include=PLACE)
+        place = self.model_dump(include=set(Place.model_fields))
         return Distribution(samples_us=stages | peers | floors, **place) if stages else None
 
 
