@@ -26,8 +26,6 @@ from dcp_decode.job.runner import Job, Outcome, differing_digest, first_error, r
 from dcp_decode.job.stages import Hardware, Settings, Stage
 from dcp_decode.regression.compare import compare
 
-pytestmark = pytest.mark.xdist_group("launch")
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = REPOSITORY / "tests" / "data" / "small.toml"
 HARDWARE = {"device": "cpu", "kind": "some-processor", "ranks": [{"visible_gpus": []}]}
@@ -49,6 +47,7 @@ def run_job(artifacts: Path, *options: str) -> tuple[int, dict, dict[str, str]]:
     return ended.returncode, json.loads((artifacts / "job.json").read_text()), failures
 
 
+@pytest.mark.xdist_group("launch")
 @pytest.mark.parametrize(
     ("fault", "exit_code", "error", "cause"),
     [
@@ -222,6 +221,7 @@ def test_nothing_runs_where_the_doctor_says_no(tmp_path: Path, monkeypatch: pyte
     assert [outcome.exit_code for outcome in job.outcomes] == [BAD_INPUT] + [None] * (len(stages.NAMES) - 1)
 
 
+@pytest.mark.xdist_group("launch")
 def test_a_stopped_job_still_reports(tmp_path: Path) -> None:
     command = [str(REPOSITORY / "launch" / "ci_job.sh"), "--stages", "soak gate", "--artifacts", str(tmp_path)]
     (tmp_path / "doctor.json").write_text(json.dumps(HARDWARE))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from dcp_decode import __version__
+from dcp_decode.cli import run_command
 from dcp_decode.config import load_config
 from dcp_decode.device_rank import step_batches
 from dcp_decode.doctor import facts as observing
@@ -26,8 +26,6 @@ from dcp_decode.doctor.verdicts import Examination, examine
 from dcp_decode.kernels.aot import MANIFEST, file_hash
 from dcp_decode.kernels.fingerprint import source_hash
 from dcp_decode.launcher import Launcher
-
-pytestmark = pytest.mark.xdist_group("launch")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LOADS = {"cutlass": Import(True, "loads"), "nvshmem": Import(True, "loads"), "mpi4py": Import(True, "loads")}
@@ -366,24 +364,20 @@ def test_imports_that_crash_or_hang_are_findings(monkeypatch: pytest.MonkeyPatch
     }
 
 
-def run_doctor(command: list[str], *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*command, "doctor", *options], capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
-
-
-def test_this_machine_runs_on_its_cpu() -> None:
-    ended = run_doctor([sys.executable, "-m", "dcp_decode"], "--json")
-    found = json.loads(ended.stdout)
-    assert (ended.returncode, found["ready"]) == (0, True), found["answer"]
-    assert found["answer"] == "8 ranks on the CPU over fabric shm"
+def test_this_machine_runs_on_its_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ready"], found["answer"]) == (True, "8 ranks on the CPU over fabric shm")
     assert found["ranks"][0]["versions"]["torch"]
     assert {verdict["name"] for verdict in found["launchers"] if verdict["works"]} == {"builtin", "torchrun", "mpi"}
 
 
+@pytest.mark.xdist_group("launch")
 def test_under_mpirun_there_is_one_finding_of_all_ranks(tmp_path: Path) -> None:
     config = tmp_path / "pair.toml"
     config.write_text("[parallel]\ndcp = 2\n")
-    launcher = str(REPOSITORY / "launch" / "mpirun.sh")
-    ended = run_doctor([launcher], str(config), "--json", "--device", "cuda", "--fabric", "nvshmem")
+    command = [str(REPOSITORY / "launch" / "mpirun.sh"), "doctor", str(config), "--json", "--device", "cuda"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
     found = json.loads(ended.stdout)
     refusal = "parallel.device = cuda: rank 0: no CUDA GPU: "
     assert (ended.returncode, found["ready"]) == (2, False)

@@ -16,8 +16,6 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
-pytestmark = pytest.mark.xdist_group("launch")
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAUNCH = REPOSITORY / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch"), REPOSITORY / ".ci" / "run"])
@@ -57,6 +55,7 @@ def two_nodes(folder: Path, *arguments: str) -> list[subprocess.CompletedProcess
     return ended
 
 
+@pytest.mark.xdist_group("launch")
 def test_two_nodes_are_one_group_and_node_0_reports(tmp_path: Path) -> None:
     output = tmp_path / "run.json"
     first, second = two_nodes(tmp_path, "run", str(SMALL), "--output", str(output))
@@ -146,6 +145,7 @@ def slurm_is_missing() -> str:
     return ""
 
 
+@pytest.mark.xdist_group("launch")
 def test_slurm_runs_the_job(tmp_path: Path) -> None:
     reason = slurm_is_missing()
     if reason:
