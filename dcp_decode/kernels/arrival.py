@@ -115,7 +115,7 @@ def wait_words(
                 elif elapsed > deadline:
                     waiting = Int32(0)
                     aborted = Int32(1)
-                    missing = _first_armed(words, 0, count)
+                    missing = first_armed(words, 0, count)
                     record_expiry(region, rank, use, stage, source_rank, row, head, first_word + missing, elapsed)
             polls += 1
     return aborted
@@ -179,7 +179,7 @@ def wait_places(
                         index = len(places) - 1 - turn
                         if (wanted[places[index].source] != 0) & _any_armed(words, 4 * index, 4):
                             source = Int32(places[index].source)
-                            word = first_word + places[index].word + _first_armed(words, 4 * index, 4)
+                            word = first_word + places[index].word + first_armed(words, 4 * index, 4)
                     record_expiry(region, rank, use, stage, source, row, head, word, elapsed)
             polls += 1
     return aborted
@@ -196,7 +196,7 @@ def _missing(words: cute.Tensor, wanted: cute.Tensor, places: cutlass.Constexpr)
 
 
 @cute.jit
-def _first_armed(words: cute.Tensor, first: cutlass.Constexpr, count: cutlass.Constexpr) -> Int32:
+def first_armed(words: cute.Tensor, first: cutlass.Constexpr, count: cutlass.Constexpr) -> Int32:
     """Number of the first armed word among words[first .. first + count - 1], counted from `first`."""
     missing = Int32(0)
     for element in cutlass.range_constexpr(count):

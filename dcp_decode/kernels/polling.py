@@ -18,10 +18,9 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from dcp_decode import numerics
 from dcp_decode.kernels import ptx
-from dcp_decode.kernels.arrival import POLLS_A_CHECK, record_expiry
+from dcp_decode.kernels.arrival import ARMED, POLLS_A_CHECK, first_armed, record_expiry
 from dcp_decode.mailbox import ABORT_OFFSET, Stage
 
-ARMED = numerics.ARMED_WORD & 0xFFFFFFFF
 EMPTY_LSE = numerics.EMPTY_LSE_BITS & 0xFFFFFFFF
 FIRST_CHECK = 1
 LSE_BIT = 16  # of the mask of missing sources: D is 16 at most
@@ -54,28 +53,27 @@ def wait_pieces(
     addresses: Sequence[Int64],
     stage: cutlass.Constexpr,
     place: Callable[[int], Place],
-    count: cutlass.Constexpr = 4,
 ) -> Int32:
-    """Wait until all pieces of `count` words at `addresses` have arrived; 1 when aborted or expired, else 0.
+    """Wait until all pieces of four words at `addresses` have arrived; 1 when aborted or expired, else 0.
 
-    words: Uint32 [count x pieces] registers, in: the first loads, out: what arrived. place: of a piece by its number,
+    words: Uint32 [4 x pieces] registers, in: the first loads, out: what arrived. place: of a piece by its number,
     traced where a wait expires. A thread polls all that it misses at once: one after the other, every piece that comes
     late would cost a latency of its own (five pieces: 1.5 us in the fused chain).
     """
     aborted = Int32(0)
     pieces = len(addresses)
-    if _any_armed(words, 0, count * pieces):
+    if _any_armed(words, 0, 4 * pieces):
         begin = Int64(0)
         polls = Int32(0)
         waiting = Int32(1)
         while waiting != 0:
             abort_word = load_abort(waiter.region, polls)
             for index in cutlass.range_constexpr(pieces):
-                if _any_armed(words, count * index, count):
-                    fresh = ptx.load_words_system(addresses[index], count)
-                    for element in cutlass.range_constexpr(count):
-                        words[count * index + element] = fresh[element]
-            if not _any_armed(words, 0, count * pieces):
+                if _any_armed(words, 4 * index, 4):
+                    fresh = ptx.load_words_system(addresses[index])
+                    for element in cutlass.range_constexpr(4):
+                        words[4 * index + element] = fresh[element]
+            if not _any_armed(words, 0, 4 * pieces):
                 waiting = Int32(0)
             elif is_check(polls):
                 now = ptx.global_nanoseconds()
@@ -92,10 +90,10 @@ def wait_pieces(
                     source = row = head = word = Int32(0)
                     for turn in cutlass.range_constexpr(pieces):
                         index = pieces - 1 - turn
-                        if _any_armed(words, count * index, count):
+                        if _any_armed(words, 4 * index, 4):
                             missing = place(index)
                             source, row, head = missing.source, missing.row, missing.head
-                            word = missing.word + _first_armed(words, count * index, count)
+                            word = missing.word + first_armed(words, 4 * index, 4)
                     record_expiry(waiter.region, waiter.rank, waiter.use, stage, source, row, head, word, elapsed)
             polls += 1
     return aborted
@@ -177,7 +175,7 @@ def wait_sources(
                         source = sources - 1 - turn
                         if missing >> source & 1 != 0:
                             missed = Int32(source)
-                            word = first_word + _first_armed(words, count * source, count)
+                            word = first_word + first_armed(words, count * source, count)
                             if missing >> (LSE_BIT + source) & 1 != 0:
                                 word = Int32(0)
                     record_expiry(
@@ -212,16 +210,6 @@ def _missing(
 
 def _signed(bits: int) -> Int32:
     return Int32(bits - (bits >> 31 << 32))
-
-
-@cute.jit
-def _first_armed(words: cute.Tensor, first: cutlass.Constexpr, count: cutlass.Constexpr) -> Int32:
-    """Number of the first armed word among words[first .. first + count - 1], counted from `first`."""
-    missing = Int32(0)
-    for element in cutlass.range_constexpr(count):
-        if words[first + count - 1 - element] == Uint32(ARMED):
-            missing = Int32(count - 1 - element)
-    return missing
 
 
 def _any_armed(words: Any, first: int, count: int, other: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """Every PTX instruction that the kernels use and CuTe DSL does not wrap as they need it, one function each.
 
-Addresses are integers: Int64 global (or peer) addresses, Int32 shared addresses; words are Uint32. `_instruction`
-marks an instruction volatile unless it is a pure function of registers, so that loads are neither merged nor moved.
-Plain Python (not traced by the DSL): callable from kernels and from each other, with DSL values.
+Addresses are integers: Int64 global (or peer) addresses, Int32 shared addresses; words are Uint32. An instruction is
+volatile unless it is a pure function of registers, so that loads are neither merged nor moved (`inline_ptx`). Plain
+Python (not traced by the DSL): callable from kernels and from each other, with DSL values.
 """
 
 from __future__ import annotations
@@ -10,47 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import Float32, Int16, Int32, Int64, Uint16, Uint32, Uint64
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass import Float32, Int16, Int32, Int64, Uint32
 
-_IR: Any = ir  # its members are made at run time
-_REGISTER: dict[Any, str] = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l", Int16: "h", Uint16: "h"}
+from dcp_decode.kernels.inline_ptx import instruction
 
-
-@dsl_user_op
-def _instruction(
-    code: str, outputs: Sequence[Any], inputs: Sequence[Any], pure: bool = False, *, loc: Any = None, ip: Any = None
-) -> Any:
-    """PTX text with $0.. = outputs then inputs; one output as a value, several as a list."""
-    operands = [Int32(value) if isinstance(value, int) else value for value in inputs]
-    constraints = [f"={_REGISTER[kind]}" for kind in outputs] + [_REGISTER[type(value)] for value in operands]
-    kinds = [kind.mlir_type for kind in outputs]
-    if not kinds:
-        result_type = None
-    elif len(kinds) == 1:
-        result_type = kinds[0]
-    else:
-        result_type = _IR.Type.parse(f"!llvm.struct<({', '.join(map(str, kinds))})>")
-    result = llvm.inline_asm(
-        result_type,
-        [value.ir_value(loc=loc, ip=ip) for value in operands],
-        code,
-        ",".join(constraints),
-        has_side_effects=not pure,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-    if not kinds:
-        return None
-    if len(kinds) == 1:
-        return outputs[0](result)
-    return [
-        kind(llvm.extractvalue(kind.mlir_type, result, [index], loc=loc, ip=ip)) for index, kind in enumerate(outputs)
-    ]
+_VECTOR_SUFFIX = {1: "", 2: ".v2", 4: ".v4"}
 
 
 def _vector(first: int, count: int) -> str:
@@ -58,36 +22,33 @@ def _vector(first: int, count: int) -> str:
     return f"{{{names}}}" if count > 1 else names
 
 
-_VECTOR_SUFFIX = {1: "", 2: ".v2", 4: ".v4"}
-
-
 # Global memory -------------------------------------------------------------------------------------------------------
 
 
 def load_global_int32(address: Any) -> Any:
     """ld.global.b32: an int32 that no other stage writes while this grid runs."""
-    return _instruction("ld.global.b32 $0, [$1];", [Int32], [address])
+    return instruction("ld.global.b32 $0, [$1];", [Int32], [address])
 
 
 def load_global_int64(address: Any) -> Any:
     """ld.global.b64: a peer base address of the table."""
-    return _instruction("ld.global.b64 $0, [$1];", [Int64], [address])
+    return instruction("ld.global.b64 $0, [$1];", [Int64], [address])
 
 
 def load_global_words(address: Any) -> list[Any]:
     """ld.global.v4.b32: four words that no other stage writes while this grid runs."""
-    return _instruction("ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", [Uint32] * 4, [address])
+    return instruction("ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", [Uint32] * 4, [address])
 
 
 def load_base(address: Any) -> Any:
     """ld.relaxed.gpu.b64: a peer base address; relaxed, or ptxas moves the load to its use, behind a branch."""
-    return _instruction("ld.relaxed.gpu.global.b64 $0, [$1];", [Int64], [address])
+    return instruction("ld.relaxed.gpu.global.b64 $0, [$1];", [Int64], [address])
 
 
 def load_words_system(address: Any, count: int = 4) -> list[Any]:
     """ld.relaxed.sys[.v2/.v4].b32: adjacent mailbox words; each may be old or new on its own."""
     code = f"ld.relaxed.sys.global{_VECTOR_SUFFIX[count]}.b32 {_vector(0, count)}, [${count}];"
-    values = _instruction(code, [Uint32] * count, [address])
+    values = instruction(code, [Uint32] * count, [address])
     return [values] if count == 1 else values
 
 
@@ -100,7 +61,7 @@ def store_words_system(address: Any, words: Sequence[Any]) -> None:
     """st.relaxed.sys[.v2/.v4].b32: adjacent mailbox words, aligned as a whole."""
     count = len(words)
     code = f"st.relaxed.sys.global{_VECTOR_SUFFIX[count]}.b32 [$0], {_vector(1, count)};"
-    _instruction(code, [], [address, *words])
+    instruction(code, [], [address, *words])
 
 
 def store_word_system(address: Any, word: Any) -> None:
@@ -111,32 +72,32 @@ def store_word_system(address: Any, word: Any) -> None:
 def store_global(address: Any, words: Sequence[Any]) -> None:
     """st.global[.v2/.v4].b32: an ordinary output of this rank."""
     count = len(words)
-    _instruction(f"st.global{_VECTOR_SUFFIX[count]}.b32 [$0], {_vector(1, count)};", [], [address, *words])
+    instruction(f"st.global{_VECTOR_SUFFIX[count]}.b32 [$0], {_vector(1, count)};", [], [address, *words])
 
 
 def store_global_int64(address: Any, value: Any) -> None:
     """st.relaxed.sys.b64: one field of a record that the host reads."""
-    _instruction("st.relaxed.sys.global.b64 [$0], $1;", [], [address, value])
+    instruction("st.relaxed.sys.global.b64 [$0], $1;", [], [address, value])
 
 
 def add_global(address: Any, value: Any) -> None:
     """red.relaxed.gpu.add.u32: a use counter of this device."""
-    _instruction("red.relaxed.gpu.global.add.u32 [$0], $1;", [], [address, value])
+    instruction("red.relaxed.gpu.global.add.u32 [$0], $1;", [], [address, value])
 
 
 def count_up(address: Any, last: Any) -> Any:
     """atom.acq_rel.gpu.inc.u32: the old count; `last` is followed by 0. Orders what all who counted did before."""
-    return _instruction("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", [Uint32], [address, last])
+    return instruction("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", [Uint32], [address, last])
 
 
 def exchange_once(address: Any) -> Any:
     """atom.cas.sys 0 -> 1: the old word, 0 for the one thread that set it."""
-    return _instruction("atom.relaxed.sys.global.cas.b32 $0, [$1], 0, 1;", [Uint32], [address])
+    return instruction("atom.relaxed.sys.global.cas.b32 $0, [$1], 0, 1;", [Uint32], [address])
 
 
 def global_nanoseconds() -> Any:
     """%globaltimer: nanoseconds, coarse; for deadlines only."""
-    return _instruction("mov.u64 $0, %globaltimer;", [Int64], [])
+    return instruction("mov.u64 $0, %globaltimer;", [Int64], [])
 
 
 # Shared memory and clusters ------------------------------------------------------------------------------------------
@@ -144,7 +105,7 @@ def global_nanoseconds() -> Any:
 
 def load_shared(address: Any, count: int, kind: Any = Float32) -> list[Any]:
     """ld.shared[.v2/.v4].b32: `count` adjacent words."""
-    values = _instruction(
+    values = instruction(
         f"ld.shared{_VECTOR_SUFFIX[count]}.b32 {_vector(0, count)}, [${count}];", [kind] * count, [address]
     )
     return [values] if count == 1 else values
@@ -153,18 +114,18 @@ def load_shared(address: Any, count: int, kind: Any = Float32) -> list[Any]:
 def store_shared(address: Any, values: Sequence[Any]) -> None:
     """st.shared[.v2/.v4].b32: adjacent words."""
     count = len(values)
-    _instruction(f"st.shared{_VECTOR_SUFFIX[count]}.b32 [$0], {_vector(1, count)};", [], [address, *values])
+    instruction(f"st.shared{_VECTOR_SUFFIX[count]}.b32 [$0], {_vector(1, count)};", [], [address, *values])
 
 
 def store_shared_half(address: Any, half: Any) -> None:
     """st.shared.b16: two bytes."""
-    _instruction("st.shared.b16 [$0], $1;", [], [address, half])
+    instruction("st.shared.b16 [$0], $1;", [], [address, half])
 
 
 def load_matrices(address: Any, count: int, transposed: bool = False) -> list[Any]:
     """ldmatrix.x1/x2/x4 [.trans]: `count` 8 x 8 matrices of 16-bit elements, one row address a lane."""
     suffix = ".trans" if transposed else ""
-    values = _instruction(
+    values = instruction(
         f"ldmatrix.sync.aligned.m8n8.x{count}{suffix}.shared.b16 {_braced(count)}, [${count}];",
         [Uint32] * count,
         [address],
@@ -178,7 +139,7 @@ def _braced(count: int) -> str:
 
 def wait_barrier(address: Any, parity: Any) -> None:
     """mbarrier.try_wait until the phase of this parity has completed; no time hint: with one, a thread wakes late."""
-    _instruction(
+    instruction(
         "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n@!p bra again;\n}",
         [],
         [address, parity],
@@ -187,14 +148,14 @@ def wait_barrier(address: Any, parity: Any) -> None:
 
 def map_shared(address: Any, cta: Any) -> Any:
     """mapa.shared::cluster: the address of the same shared byte in another CTA of the cluster."""
-    return _instruction("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], [address, cta], pure=True)
+    return instruction("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], [address, cta], pure=True)
 
 
 def store_async(address: Any, values: Sequence[Any], barrier: Any) -> None:
     """st.async[.v2/.v4].b32: words into a peer CTA's shared memory, counted as bytes by that CTA's mbarrier."""
     count = len(values)
     suffix = _VECTOR_SUFFIX[count]
-    _instruction(
+    instruction(
         f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{suffix}.b32 [$0], {_vector(2, count)}, [$1];",
         [],
         [address, barrier, *values],
@@ -203,12 +164,12 @@ def store_async(address: Any, values: Sequence[Any], barrier: Any) -> None:
 
 def copy_async(destination: Any, source: Any, count_bytes: Any) -> None:
     """cp.async.cg of 16 bytes global to own shared memory, zeros after the first `count_bytes` (0 reads nothing)."""
-    _instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [destination, source, count_bytes])
+    instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", [], [destination, source, count_bytes])
 
 
 def bulk_load(destination: Any, source: Any, count_bytes: int, barrier: Any) -> None:
     """cp.async.bulk global to own shared memory: 16-byte aligned, counted as bytes by an mbarrier of this CTA."""
-    _instruction(
+    instruction(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
         [],
         [destination, source, count_bytes, barrier],
@@ -217,7 +178,7 @@ def bulk_load(destination: Any, source: Any, count_bytes: int, barrier: Any) -> 
 
 def bulk_send(destination: Any, source: Any, count_bytes: int, barrier: Any) -> None:
     """cp.async.bulk own shared memory to a peer CTA's, counted as bytes by the peer's mbarrier."""
-    _instruction(
+    instruction(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
         [],
         [destination, source, count_bytes, barrier],
@@ -226,7 +187,7 @@ def bulk_send(destination: Any, source: Any, count_bytes: int, barrier: Any) -> 
 
 def fence_async_shared() -> None:
     """fence.proxy.async: this thread's shared stores become visible to bulk copies."""
-    _instruction("fence.proxy.async.shared::cta;", [], [])
+    instruction("fence.proxy.async.shared::cta;", [], [])
 
 
 # Registers -----------------------------------------------------------------------------------------------------------
@@ -234,37 +195,37 @@ def fence_async_shared() -> None:
 
 def opaque(value: Any) -> Any:
     """mov.b32 that the compiler can't see through: what follows from it is computed here, not kept in registers."""
-    return _instruction("mov.b32 $0, $1;", [Int32], [value])
+    return instruction("mov.b32 $0, $1;", [Int32], [value])
 
 
 def grid_z() -> Any:
     """%ctaid.z, read here: the compiler keeps no register for it until then."""
-    return _instruction("mov.u32 $0, %ctaid.z;", [Int32], [])
+    return instruction("mov.u32 $0, %ctaid.z;", [Int32], [])
 
 
 def minimum_int32(left: Any, right: Any) -> Any:
     """min.s32."""
-    return _instruction("min.s32 $0, $1, $2;", [Int32], [left, right], pure=True)
+    return instruction("min.s32 $0, $1, $2;", [Int32], [left, right], pure=True)
 
 
 def maximum_int32(left: Any, right: Any) -> Any:
     """max.s32."""
-    return _instruction("max.s32 $0, $1, $2;", [Int32], [left, right], pure=True)
+    return instruction("max.s32 $0, $1, $2;", [Int32], [left, right], pure=True)
 
 
 def maximum_word(left: Any, right: Any) -> Any:
     """max.u32."""
-    return _instruction("max.u32 $0, $1, $2;", [Uint32], [left, right], pure=True)
+    return instruction("max.u32 $0, $1, $2;", [Uint32], [left, right], pure=True)
 
 
 def maximum(left: Any, right: Any) -> Any:
     """max.f32: the other operand where one is NaN."""
-    return _instruction("max.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
+    return instruction("max.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
 
 
 def minimum(left: Any, right: Any) -> Any:
     """min.f32: the other operand where one is NaN."""
-    return _instruction("min.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
+    return instruction("min.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
 
 
 def warp_maximum(value: Any) -> Any:
@@ -273,20 +234,20 @@ def warp_maximum(value: Any) -> Any:
     A NaN counts as larger than +inf or smaller than -inf, by its sign.
     """
     flip = "{\n.reg .s32 s;\nshr.s32 s, $1, 31;\nand.b32 s, s, 0x7fffffff;\nxor.b32 $0, $1, s;\n}"
-    ordered = _instruction(flip, [Uint32], [float_bits(value)], pure=True)
-    largest = _instruction("redux.sync.max.s32 $0, $1, 0xffffffff;", [Uint32], [ordered])
-    return bits_float(_instruction(flip, [Uint32], [largest], pure=True))
+    ordered = instruction(flip, [Uint32], [float_bits(value)], pure=True)
+    largest = instruction("redux.sync.max.s32 $0, $1, 0xffffffff;", [Uint32], [ordered])
+    return bits_float(instruction(flip, [Uint32], [largest], pure=True))
 
 
 def shuffle(word: Any, lane: Any) -> Any:
     """shfl.sync.idx.b32: the word that `lane` of this warp holds; all lanes take part."""
-    return _instruction("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", [Uint32], [word, lane])
+    return instruction("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", [Uint32], [word, lane])
 
 
 def warp_any(value: Any) -> Any:
     """vote.sync.any: 1 for all lanes of this warp where one has a non-zero int32, else 0; all lanes take part."""
     code = "{\n.reg .pred p;\nsetp.ne.s32 p, $1, 0;\nvote.sync.any.pred p, p, 0xffffffff;\nselp.s32 $0, 1, 0, p;\n}"
-    return _instruction(code, [Int32], [value])
+    return instruction(code, [Int32], [value])
 
 
 def barrier_any(value: Any, barrier: Any = None, threads: int = 0) -> Any:
@@ -295,75 +256,75 @@ def barrier_any(value: Any, barrier: Any = None, threads: int = 0) -> Any:
     code = (
         f"{{\n.reg .pred p;\nsetp.ne.s32 p, $1, 0;\nbarrier.cta.red.or.pred p, {chosen}, p;\nselp.s32 $0, 1, 0, p;\n}}"
     )
-    return _instruction(code, [Int32], [value] if barrier is None else [value, barrier])
+    return instruction(code, [Int32], [value] if barrier is None else [value, barrier])
 
 
 def multiply(left: Any, right: Any) -> Any:
     """mul.rn.f32: never contracted into an fma, so that every variant rounds alike."""
-    return _instruction("mul.rn.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
+    return instruction("mul.rn.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
 
 
 def add(left: Any, right: Any) -> Any:
     """add.rn.f32: never contracted into an fma."""
-    return _instruction("add.rn.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
+    return instruction("add.rn.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
 
 
 def multiply_add(left: Any, right: Any, addend: Any) -> Any:
     """fma.rn.f32: left * right + addend, one rounding."""
-    return _instruction("fma.rn.f32 $0, $1, $2, $3;", [Float32], [left, right, addend], pure=True)
+    return instruction("fma.rn.f32 $0, $1, $2, $3;", [Float32], [left, right, addend], pure=True)
 
 
 def replace_if_nan(word: Any, probe: Any, replacement: int) -> Any:
     """selp.b32: `replacement` where the FP32 `probe` is NaN, else `word`."""
     code = f"{{\n.reg .pred p;\nsetp.nan.f32 p, $2, $2;\nselp.b32 $0, {replacement:#x}, $1, p;\n}}"
-    return _instruction(code, [Uint32], [word, probe], pure=True)
+    return instruction(code, [Uint32], [word, probe], pure=True)
 
 
 def select_less(left: Any, right: Any, below: Any, otherwise: Any) -> Any:
     """selp.f32: `below` where the int32 `left` < `right`, else `otherwise`."""
     code = "{\n.reg .pred p;\nsetp.lt.s32 p, $1, $2;\nselp.f32 $0, $3, $4, p;\n}"
-    return _instruction(code, [Float32], [left, right, below, otherwise], pure=True)
+    return instruction(code, [Float32], [left, right, below, otherwise], pure=True)
 
 
 def select_less_int32(left: Any, right: Any, below: int, otherwise: int) -> Any:
     """selp.s32: `below` where the int32 `left` < `right`, else `otherwise`; both constants."""
     code = f"{{\n.reg .pred p;\nsetp.lt.s32 p, $1, $2;\nselp.s32 $0, {below}, {otherwise}, p;\n}}"
-    return _instruction(code, [Int32], [left, right], pure=True)
+    return instruction(code, [Int32], [left, right], pure=True)
 
 
 def exp2(value: Any) -> Any:
     """ex2.approx.ftz.f32."""
-    return _instruction("ex2.approx.ftz.f32 $0, $1;", [Float32], [value], pure=True)
+    return instruction("ex2.approx.ftz.f32 $0, $1;", [Float32], [value], pure=True)
 
 
 def log2(value: Any) -> Any:
     """lg2.approx.f32."""
-    return _instruction("lg2.approx.f32 $0, $1;", [Float32], [value], pure=True)
+    return instruction("lg2.approx.f32 $0, $1;", [Float32], [value], pure=True)
 
 
 def divide(numerator: Any, denominator: Any) -> Any:
     """div.full.f32: within 2 units in the last place, subnormals kept, no slow path."""
-    return _instruction("div.full.f32 $0, $1, $2;", [Float32], [numerator, denominator], pure=True)
+    return instruction("div.full.f32 $0, $1, $2;", [Float32], [numerator, denominator], pure=True)
 
 
 def float_bits(value: Any) -> Any:
     """The bits of an FP32."""
-    return _instruction("mov.b32 $0, $1;", [Uint32], [value], pure=True)
+    return instruction("mov.b32 $0, $1;", [Uint32], [value], pure=True)
 
 
 def bits_float(word: Any) -> Any:
     """The FP32 of these bits."""
-    return _instruction("mov.b32 $0, $1;", [Float32], [word], pure=True)
+    return instruction("mov.b32 $0, $1;", [Float32], [word], pure=True)
 
 
 def permute_bytes(low: Any, high: Any, selector: int) -> Any:
     """prmt.b32: four of the eight bytes (low = 0..3, high = 4..7), one selector nibble a byte."""
-    return _instruction(f"prmt.b32 $0, $1, $2, {selector:#x};", [Uint32], [low, high], pure=True)
+    return instruction(f"prmt.b32 $0, $1, $2, {selector:#x};", [Uint32], [low, high], pure=True)
 
 
 def e4m3_pair(low: Any, high: Any) -> Any:
     """cvt.rn.satfinite.e4m3x2.f32: two bytes, `low` in the low one; NaN becomes 0x7F."""
-    return _instruction("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", [Int16], [low, high], pure=True)
+    return instruction("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", [Int16], [low, high], pure=True)
 
 
 def e4m3_to_f16(word: Any) -> list[Any]:
@@ -372,12 +333,12 @@ def e4m3_to_f16(word: Any) -> list[Any]:
         "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $2;\n"
         "cvt.rn.f16x2.e4m3x2 $0, low;\ncvt.rn.f16x2.e4m3x2 $1, high;\n}"
     )
-    return _instruction(code, [Uint32, Uint32], [word], pure=True)
+    return instruction(code, [Uint32, Uint32], [word], pure=True)
 
 
 def bf16_pair(low: Any, high: Any) -> Any:
     """cvt.rn.bf16x2.f32: two BF16, `low` in the low half."""
-    return _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", [Uint32], [low, high], pure=True)
+    return instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", [Uint32], [low, high], pure=True)
 
 
 def bf16_pair_canonical(low: Any, high: Any) -> Any:
@@ -387,13 +348,13 @@ def bf16_pair_canonical(low: Any, high: Any) -> Any:
         "setp.nan.f32 p, $1, $1;\nsetp.nan.f32 q, $2, $2;\n"
         "selp.b16 l, 0x7fff, l, p;\nselp.b16 h, 0x7fff, h, q;\nmov.b32 $0, {l, h};\n}"
     )
-    return _instruction(code, [Uint32], [low, high], pure=True)
+    return instruction(code, [Uint32], [low, high], pure=True)
 
 
 def bf16_values(word: Any) -> list[Any]:
     """The two BF16 of a word as FP32, the low half first."""
     code = "{\n.reg .b32 t;\nshl.b32 t, $2, 16;\nmov.b32 $0, t;\nand.b32 t, $2, 0xffff0000;\nmov.b32 $1, t;\n}"
-    return _instruction(code, [Float32, Float32], [word], pure=True)
+    return instruction(code, [Float32, Float32], [word], pure=True)
 
 
 def e4m3_word(values: Sequence[Any]) -> Any:
@@ -404,12 +365,12 @@ def e4m3_word(values: Sequence[Any]) -> Any:
         "and.b32 t, w, 0x7f7f7f7f;\nadd.u32 t, t, 0x01010101;\nand.b32 t, t, 0x80808080;\n"
         "not.b32 t, t;\nand.b32 $0, w, t;\n}"
     )
-    return _instruction(code, [Uint32], list(values), pure=True)
+    return instruction(code, [Uint32], list(values), pure=True)
 
 
 def mma_f16(left: Sequence[Any], right: Sequence[Any], accumulator: Sequence[Any]) -> list[Any]:
     """mma.m16n8k16 f16 x f16 + FP32: `left` 4 words (16 x 16), `right` 2 words (16 x 8), `accumulator` 4 FP32."""
-    return _instruction(
+    return instruction(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
         [Float32] * 4,
         [*left, *right, *accumulator],

@@ -141,10 +141,6 @@ class SparseConfig:
         return 0 if self.exchange == "partials" else QUERY_WARPS // 2
 
     @property
-    def compute_threads(self) -> int:
-        return 32 * self.compute_warps
-
-    @property
     def staged_threads(self) -> int:
         """Threads that meet at the named barrier QUERY_STAGED."""
         return 32 * (self.compute_warps + self.query_warps)
