@@ -1,4 +1,4 @@
-"""The merge of the D sources of one (row, own head) by a group of threads: what `DcpValue` and the fused chain share.
+"""The merge of the D sources of one (row, own head) by a group of threads of the fused chain.
 
     lane s: LSE word of source s ----+--all arrived--> weights exp2(lse - max) --+
     thread: its columns of D sources +                                           +--> sum in source order --> BF16
