@@ -15,6 +15,7 @@ Measured (two shared cores, sm_90a, the five kernels of a batch, best of three):
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -108,9 +109,10 @@ def _key(kernel: Any) -> str:
 
 def _find(folder: Path, key: str) -> Path | None:
     for path in folder.glob(f"{key}.*.o"):
-        if path.name == _entry_name(key, path.read_bytes()):
-            return path
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            if path.name == _entry_name(key, path.read_bytes()):
+                return path
+            path.unlink()
     return None
 
 
