@@ -205,6 +205,15 @@ def test_a_stage_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) 
     assert not any(Path(f"/proc/{process}/cmdline").is_file() and _runs(process) for process in processes)
 
 
+def test_what_a_stage_leaves_behind_is_ended(tmp_path: Path) -> None:
+    code = "import os, time; child = os.fork(); time.sleep(60 * (not child)); print(child, flush=True)"
+    outcome = run_stage(python(code), tmp_path)
+    assert outcome.exit_code == VERIFIED
+    child = int((tmp_path / "stage.log").read_text().split()[-1])
+    time.sleep(0.2)
+    assert not Path(f"/proc/{child}/cmdline").is_file() or not _runs(child)
+
+
 def _runs(process: int) -> bool:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 

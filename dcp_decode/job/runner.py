@@ -178,23 +178,25 @@ def _log(stage: Stage) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a stage's session."""
-    if process.poll() is not None:
-        return
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+    """End a stage's session: its first process, which may still report, and whatever that has left behind."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
-            return
+    with contextlib.suppress(ProcessLookupError):  # nothing is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @contextlib.contextmanager
 def _stopping_on_signals() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
     def stop(_number: int, _frame: object) -> None:
+        for number in numbers:  # once is enough: what ends the stage and reports must not be broken off
+            signal.signal(number, signal.SIG_IGN)
         raise Stopped
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     previous = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
