@@ -310,6 +310,18 @@ def test_an_archive_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytes
     assert "not written: File exists" in capsys.readouterr().err
 
 
+def test_evidence_that_cannot_be_read_changes_no_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = tmp_path / "records"
+    left.mkdir()
+    write_record(left, record_of(0, **EXPIRED))
+    (left / "forensics-0.json").write_text('{"rank": 0}')
+    plan = type(PLAN)(**asdict(PLAN) | {"output": str(tmp_path / "run.json")})
+    conclusion = conclude_folder(plan, left)
+    assert (conclusion.exit_code, conclusion.document["first_cause"]) == (WAIT_EXPIRED, None)
+    assert Path(conclusion.document["forensics"]).is_file()
+    assert "is damaged: forensics-0.json.process_id: " in capsys.readouterr().err
+
+
 def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = pack(tmp_path, [record_of(0, **EXPIRED)], [evidence_of(0, processes=state("T (stopped)"))])
     assert run_command(["explain", str(path)]) == VERIFIED

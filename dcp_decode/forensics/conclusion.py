@@ -28,7 +28,7 @@ def conclude_folder(plan: Plan, folder: Path) -> Conclusion:
 def keep(conclusion: Conclusion, plan: Plan, folder: Path) -> Conclusion:
     """The conclusion with `forensics` and `first_cause` in its document: null if the run verified or never ran.
 
-    An archive that can't be written is said on standard error and changes nothing else.
+    An archive that can't be written, or not be read again, is said on standard error and changes nothing else.
     """
     findings: dict[str, object] = {"forensics": None, "first_cause": None}
     if conclusion.exit_code in (WRONG_RESULT, WAIT_EXPIRED):
@@ -36,8 +36,10 @@ def keep(conclusion: Conclusion, plan: Plan, folder: Path) -> Conclusion:
         path = document.with_name(document.name.removesuffix(".json") + SUFFIX)
         try:
             archive.write(path, plan, folder, conclusion.document)
+            findings["forensics"] = str(path)
+            findings["first_cause"] = asdict(diagnose(archive.read(path)))
         except OSError as error:
             print(f"forensics: {path} not written: {error.strerror}", file=sys.stderr, flush=True)
-        else:
-            findings = {"forensics": str(path), "first_cause": asdict(diagnose(archive.read(path)))}
+        except archive.BadArchive as error:
+            print(f"forensics: {error}", file=sys.stderr, flush=True)
     return replace(conclusion, document=conclusion.document | findings)
