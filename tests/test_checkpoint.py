@@ -18,7 +18,7 @@ from dcp_decode.checkpoint.variants import best_layout
 from dcp_decode.checkpoint.wire import MEASURED_HOPS, PEER_BYTES_PER_MICROSECOND, hop_us, wire_of
 from dcp_decode.cli import run_command
 from dcp_decode.config import load_config
-from dcp_decode.errors import BAD_INPUT, UnsupportedEnvironment
+from dcp_decode.errors import BAD_INPUT, ConfigError, UnsupportedEnvironment
 from dcp_decode.geometry import Geometry
 from dcp_decode.records import RankRecord, RankReport, make_plan, read_plan, write_plan, write_record
 
@@ -179,6 +179,15 @@ def test_group_mode_refuses_ranks_that_share_a_gpu(fabric: str, shared: bool) ->
     with pytest.raises(UnsupportedEnvironment, match=r"needs 8 GPUs, one a rank.*--mode solo"):
         refuse_shared_gpu(Placement(fabric, device, shared, ""), 8)
     refuse_shared_gpu(Placement("nvshmem", device, False, ""), 8)
+
+
+def test_group_mode_times_the_push_route_only() -> None:
+    pytest.importorskip("torch")
+    from dcp_decode.checkpoint.rank import run_group_rank
+
+    local = load_config(CONFIG, {"parallel.route": "local"})
+    with pytest.raises(ConfigError, match=r"parallel\.route = 'local': must be push"):
+        run_group_rank(local, True, None)  # type: ignore[arg-type]
 
 
 def test_layer_time_is_the_slope_between_two_graphs() -> None:

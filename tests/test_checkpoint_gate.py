@@ -15,7 +15,7 @@ from checkpoint_kernels import GEOMETRY, SHAPE, bench_ranks  # noqa: E402
 
 from dcp_decode import numerics  # noqa: E402
 from dcp_decode.checkpoint import peer_timing  # noqa: E402
-from dcp_decode.checkpoint.gate import Gate  # noqa: E402
+from dcp_decode.checkpoint.gate import Gate, Passed, passed_by_all  # noqa: E402
 from dcp_decode.checkpoint.peers import PeerSkipped  # noqa: E402
 from dcp_decode.checkpoint.peers.plain_torch import PlainTorch  # noqa: E402
 from dcp_decode.checkpoint.ranks import BenchRanks  # noqa: E402
@@ -23,6 +23,7 @@ from dcp_decode.checkpoint.timing import Subject  # noqa: E402
 from dcp_decode.errors import WaitFailed, WrongResult  # noqa: E402
 from dcp_decode.kernels.sparse_config import sparse_config  # noqa: E402
 from dcp_decode.mailbox import CONTROL_BYTES, Stage  # noqa: E402
+from dcp_decode.verdict import Worst  # noqa: E402
 
 FAMILY = "seed"
 CONFIG = sparse_config(GEOMETRY, SHAPE.batch)
@@ -191,3 +192,12 @@ def test_peer_is_measured_only_if_its_rows_and_its_lse_are_right() -> None:
         checked(ranks, lambda rows, lse: rows[0, 0, :1].fill_(float("nan")))
     with pytest.raises(PeerSkipped, match="LSE differs"):
         checked(ranks, lambda rows, lse: lse.mul_(numerics.LOG2_E))
+
+
+def test_a_group_s_digest_tells_the_bits_of_every_rank() -> None:
+    worse, better = (Passed(Worst(0, 0, error, 1.0), error, str(error)) for error in (0.5, 0.25))
+    together = passed_by_all([better, worse])
+    assert (together.worst, together.largest_bound) == (worse.worst, 0.5)
+    assert together.digest == passed_by_all([better, worse]).digest
+    for other in ([replace(better, digest="other"), worse], [better, replace(worse, digest="other")]):
+        assert passed_by_all(other).digest != together.digest

@@ -9,6 +9,7 @@ after which all mailboxes must be armed again. Outputs are poisoned first.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -154,3 +155,10 @@ def passed_by(verdicts: list[Verdict], outputs: list[torch.Tensor]) -> Passed:
         digest.update(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     largest = max(float(verdict.bound_oracle.max()) for verdict in verdicts)
     return Passed(worst, largest, digest.hexdigest())
+
+
+def passed_by_all(ranks: Sequence[Passed]) -> Passed:
+    """What a group leaves: the worst of its ranks, and a digest over the rows of all."""
+    worst = max(ranks, key=lambda one: one.share)
+    digest = hashlib.sha256("".join(one.digest for one in ranks).encode())
+    return Passed(worst.worst, max(one.largest_bound for one in ranks), digest.hexdigest())

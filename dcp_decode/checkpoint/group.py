@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from dcp_decode import numerics, oracle
-from dcp_decode.checkpoint.gate import Passed, passed_by
+from dcp_decode.checkpoint.gate import Passed, passed_by, passed_by_all
 from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction, Problem
 from dcp_decode.checkpoint.measure import Measurements
 from dcp_decode.checkpoint.peers.nccl_exchange import NcclExchange
@@ -171,8 +171,7 @@ class GroupCheckpoint:
         verdict = oracle.verify_merged(chain.merged, oracle.merge_partials(parts))
         verdict.require(f"{label}, rank {rank}")
         own = passed_by([verdict], [chain.merged])
-        all_passed = self.control.all_gather(own, f"verdicts of {label}")
-        return max(all_passed, key=lambda one: one.share)
+        return passed_by_all(self.control.all_gather(own, f"verdicts of {label}"))
 
 
 class _Chain:

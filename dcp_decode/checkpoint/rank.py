@@ -9,7 +9,7 @@ import torch
 from dcp_decode.checkpoint.progress import progress_lines
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
-from dcp_decode.errors import UnsupportedEnvironment
+from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 from dcp_decode.fabric.placement import Placement, open_fabric, place
 from dcp_decode.records import RankReport
 
@@ -29,7 +29,9 @@ def run_single_process(config: RunConfig, quick: bool, slowdown: float, control:
 
 
 def run_group_rank(config: RunConfig, quick: bool, control: ControlPlane) -> RankReport:
-    """Mode group, one rank of it. Raises UnsupportedEnvironment where ranks would share a GPU."""
+    """Mode group, one rank of it. Raises UnsupportedEnvironment where ranks would share a GPU, ConfigError."""
+    if config.parallel.route != "push":
+        raise ConfigError("parallel.route", config.parallel.route, "must be push with checkpoint.mode = 'group'")
     placement = place(config.parallel.fabric, "cuda", control)
     refuse_shared_gpu(placement, config.parallel.dcp)
     torch.cuda.set_device(placement.device)
