@@ -103,7 +103,7 @@ def write_command(folder: Path, name: str, body: str) -> None:
 @pytest.mark.parametrize("container", ["", "/images/dcp.sqsh"])
 def test_slurm_job_starts_one_task_a_node(container: str, tmp_path: Path) -> None:
     """With stand-ins for Slurm's commands: srun prints what it was asked for and the variables that it hands on."""
-    write_command(tmp_path, "scontrol", 'echo "first"; echo "second"')
+    write_command(tmp_path, "scontrol", 'echo "first"; seq 30000')  # more than a pipe holds: only one line is read
     write_command(tmp_path, "srun", 'printf "%s\\n" "$@"; env | grep -E "^(ARTIFACTS|NNODES|MASTER_)"')
     slurm = {
         "SLURM_SUBMIT_DIR": str(tmp_path),
