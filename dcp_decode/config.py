@@ -10,6 +10,7 @@ The defaults are `configs/smoke.toml`, value by value (a test compares them): a 
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 import types
 import typing
@@ -23,11 +24,13 @@ from pydantic.fields import FieldInfo
 
 from dcp_decode.errors import ConfigError
 from dcp_decode.geometry import HEAD_TILE, KIMI_SOFTMAX_SCALE, MAX_CONTEXT, MAX_TOPK, PAGE_TOKENS, Geometry
+from dcp_decode.inputs import read_input
 
 # The repository's own small trace: what a run reads when its config names neither a trace nor a synthetic workload.
 SAMPLE_TRACE = Path(__file__).resolve().parent.parent / "configs" / "sample_trace.jsonl"
 
 MAX_DEADLINE_SECONDS = 86_400.0
+LARGEST_CONFIG_BYTES = 1 << 20
 
 Whole = Annotated[int, Strict()]
 Real = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -192,7 +195,7 @@ def load_config(path: Path | None = None, overrides: Mapping[str, object] | None
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_bytes().decode()
+        text = read_input(path, LARGEST_CONFIG_BYTES).decode()
     except OSError as error:
         raise ConfigError("config", str(path), f"must be a readable TOML file ({error.strerror})") from None
     except UnicodeDecodeError as error:
@@ -203,10 +206,16 @@ def _read_toml(path: Path) -> dict[str, Any]:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("config", str(path), f"must be valid TOML: {' '.join(str(error).split())}") from None
+    except (ValueError, RecursionError) as error:  # an integer of more digits, or deeper tables, than Python reads
+        raise ConfigError(
+            "config", str(path), f"must be TOML of a usual size ({str(error).partition(';')[0]})"
+        ) from None
     for section, name in (("workload", "trace"), ("parallel", "kernels")):
         table = document.get(section)
         if isinstance(table, dict) and isinstance(table.get(name), str):
-            table[name] = str((path.parent / table[name]).resolve())
+            if "\0" in table[name]:
+                raise ConfigError(f"{section}.{name}", table[name], "must be a path without null bytes")
+            table[name] = os.path.realpath(path.parent / table[name])
     return document
 
 
@@ -311,7 +320,7 @@ def _check_cross_rules(config: RunConfig) -> None:
         )
     if workload.trace is not None and workload.synthetic is not None:
         raise ConfigError("workload.trace", str(workload.trace), "give either trace or [workload.synthetic], not both")
-    if workload.trace is not None and not workload.trace.is_file():
+    if workload.trace is not None and not os.path.isfile(workload.trace):  # False also for a name that is too long
         raise ConfigError("workload.trace", str(workload.trace), "must be an existing file")
     if workload.synthetic is not None:
         longest = workload.synthetic.input_length + workload.synthetic.output_length + service.draft_tokens

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 VERIFIED = 0
 WRONG_RESULT = 1
 BAD_INPUT = 2
 WAIT_EXPIRED = 3
+
+
+LONGEST_VALUE = 300  # characters of a value in a message
+
+
+def shown(value: object, text: Callable[[object], str] = repr) -> str:
+    """A value as a message shows it: on one line, the middle left out if it is long."""
+    try:
+        whole = text(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or a table thousands deep
+        return f"<{type(value).__name__} too large to show>"
+    whole = whole if whole.isprintable() else ascii(whole)
+    half = LONGEST_VALUE // 2
+    return whole if len(whole) <= LONGEST_VALUE else f"{whole[:half]} ... {whole[-half:]}"
 
 
 class DcpDecodeError(Exception):
@@ -20,7 +34,7 @@ class ConfigError(DcpDecodeError):
     """A config, trace line, geometry or command-line value that is not allowed; names the key and what is."""
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
-        super().__init__(f"{key} = {value!r}: {allowed}")
+        super().__init__(f"{shown(key, str)} = {shown(value)}: {allowed}")
         self.key = key
         self.value = value
         self.allowed = allowed

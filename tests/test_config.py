@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 
@@ -73,6 +74,17 @@ BAD_CONFIGS = {
     ),
     "[verify]\nmode = 'always'": ("verify.mode", "'always'", "every, sample, off"),
     "[verify]\nperiod = 0": ("verify.period", "0", "1 .. "),
+    "[workload]\ntrace = 'loop/x'": ("workload.trace", "loop/x", "an existing file"),
+    f"[workload]\ntrace = '{'x' * 300}'": ("workload.trace", " ... ", "an existing file"),
+    '[parallel]\nkernels = "a\\u0000b"': ("parallel.kernels", "\\x00", "a path without null bytes"),
+    f"[parallel]\nfabric = '{'x' * 90_000}'": ("parallel.fabric", " ... ", "auto, shm"),
+    f"[model]\n{'x' * 90_000} = 1": ("model.xx", " ... ", "unknown key"),
+    '[model]\n"a\\nb" = 1': ("model.a\\nb", "1", "unknown key"),
+    f"[model]\nlayers = {'9' * 4000}": ("model.layers", " ... ", "1 .. 256"),
+    f"[model]\nlayers = {'9' * 5000}": ("config", "bad.toml", "4300 digits"),
+    f"model = {'[' * 5000}": ("config", "bad.toml", "recursion"),
+    ".".join(["model"] * 2000) + " = 1": ("model.model", "too large to show", "unknown key"),
+    "#" * ((1 << 20) + 1): ("config", "bad.toml", "has more than 1048576 bytes"),
 }
 
 # command line after `run` -> (name, value, words)
@@ -111,6 +123,7 @@ def test_bad_config_is_refused_in_one_line(
 ) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
+    (tmp_path / "loop").symlink_to("loop")
     assert_refused(["run", str(path)], words, capsys)
 
 
@@ -126,6 +139,10 @@ def test_config_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.Captur
     path.write_bytes(b"\xff\xfe")
     assert_refused(["run", str(path)], ("config", "UTF-8"), capsys)
     assert_refused(["run", str(tmp_path)], ("config", "directory"), capsys)
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it, and nobody may wait for that
+    pipe = str(tmp_path / "pipe")
+    for arguments in (["run", pipe], ["compare", pipe, pipe], ["explain", pipe], ["checkpoint", "--render", pipe]):
+        assert_refused(arguments, ("a pipe or a device",), capsys)
 
 
 def test_defaults_are_the_smoke_config() -> None:

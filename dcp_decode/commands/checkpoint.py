@@ -100,10 +100,11 @@ def _render(document: Path, html: Path | None) -> int:
 
     from dcp_decode.checkpoint.presentation import render
     from dcp_decode.errors import ConfigError
+    from dcp_decode.inputs import read_input
 
     try:
-        content = json.loads(document.read_bytes())
-    except (OSError, ValueError) as error:
+        content = json.loads(read_input(document))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("--render", str(document), f"must be a checkpoint's JSON document ({error})") from None
     if not isinstance(content, dict) or not content.get("points") or content.get("command") != "checkpoint":
         raise ConfigError("--render", str(document), "must be a checkpoint's JSON document with points")

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from dcp_decode.errors import DcpDecodeError
 from dcp_decode.forensics.evidence import ExpiredWait, RankEvidence
+from dcp_decode.inputs import read_input
 from dcp_decode.records import Plan, RankRecord
 from dcp_decode.results import document_text
 
@@ -140,7 +141,7 @@ def read(path: Path) -> Case:
 
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
     total = 0
-    with tarfile.open(path, "r:gz") as archive:
+    with tarfile.open(fileobj=io.BytesIO(read_input(path)), mode="r:gz") as archive:
         for member in archive:
             total += member.size
             if member.size > LARGEST_MEMBER_BYTES or total > LARGEST_ARCHIVE_BYTES:

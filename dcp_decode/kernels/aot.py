@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dcp_decode import __version__
 from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 from dcp_decode.geometry import Geometry
+from dcp_decode.inputs import read_input
 from dcp_decode.kernels.configs import KernelConfig
 from dcp_decode.kernels.fingerprint import source_hash
 from dcp_decode.kernels.launch import Kernel, LoadKernel
@@ -154,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a build. Raises ConfigError."""
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(read_input(path))
     except OSError as error:
         reason = f"{MANIFEST} can't be read: {error.strerror}"
     except ValidationError as error:

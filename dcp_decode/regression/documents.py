@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dcp_decode.errors import DcpDecodeError
+from dcp_decode.inputs import read_input
 
 Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -132,7 +133,7 @@ class Document(BaseModel):
 def read_document(path: Path) -> Document:
     """Raises IncomparableInputs for a file that is no results document, naming the field."""
     try:
-        return validate(json.loads(path.read_bytes()))
+        return validate(json.loads(read_input(path)))
     except OSError as error:
         raise IncomparableInputs(f"{path}: can't be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
