@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# launch/mpirun.sh run [CONFIG] [OPTIONS]: the ranks of CONFIG under the mpirun of the same .venv on this host.
+# launch/mpirun.sh run|checkpoint|doctor [CONFIG] [OPTIONS]: the ranks under the mpirun of .venv, on this host.
 set -euo pipefail
 # shellcheck source=launch/session.sh
 source "$(dirname "${BASH_SOURCE[0]}")/session.sh"
 
+if [[ $nodes != 1 ]]; then
+  refuse "NNODES = '$nodes': must be 1, since launch/mpirun.sh runs on this host only; several nodes: launch/torchrun.sh"
+fi
 prepare mpi "$@"
 # On this host only: in an allocation of Slurm mpirun starts its daemons with srun, which hangs inside a step.
 unset "${!SLURM_@}"

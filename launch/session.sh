@@ -17,37 +17,58 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 nodes=${NNODES:-1}
 node=${NODE_RANK:-0}
 
+# refuse MESSAGE: ends the script as the contract says of bad input.
+refuse() {
+  echo "error: $1" >&2
+  exit 2
+}
+
+# require_integer NAME VALUE LEAST MOST
+require_integer() {
+  if [[ ! $2 =~ ^(0|[1-9][0-9]{0,5})$ ]] || (($2 < $3 || $2 > $4)); then
+    refuse "$1 = '$2': must be an integer in $3 .. $4"
+  fi
+}
+
 # prepare LAUNCHER ARGUMENTS...: sets `ranks`; ends the script (exit 2) if the arguments or the config are bad.
 prepare() {
   local launcher=$1
   shift
-  if (($# == 0)); then
-    echo "usage: launch/$launcher.sh run [CONFIG] [OPTIONS]" >&2
-    exit 2
-  fi
+  case ${1:-} in
+    run | checkpoint | doctor) ;;
+    *)
+      echo "usage: launch/$(basename "$0") run|checkpoint|doctor [CONFIG] [OPTIONS]" >&2
+      exit 2
+      ;;
+  esac
+  require_integer NNODES "$nodes" 1 999999
+  require_integer NODE_RANK "$node" 0 "$((nodes - 1))"
   if ((nodes == 1)); then
-    DCP_DECODE_RECORDS=$(mktemp -d)
+    DCP_DECODE_RECORDS=$(mktemp -d) || exit 2
     trap 'rm -rf "$DCP_DECODE_RECORDS"' EXIT
   else
     local name
     for name in DCP_DECODE_RECORDS MASTER_ADDR MASTER_PORT; do
       if [[ -z "${!name:-}" ]]; then
-        echo "error: $name is not set, but NNODES is $nodes: see launch/session.sh" >&2
-        exit 2
+        refuse "$name is not set, but NNODES is $nodes: see launch/session.sh"
       fi
     done
-    mkdir -p "$DCP_DECODE_RECORDS"
+    require_integer MASTER_PORT "$MASTER_PORT" 1 65535
+    mkdir -p "$DCP_DECODE_RECORDS" || exit 2
     if compgen -G "$DCP_DECODE_RECORDS/rank-*.json" >/dev/null; then
-      echo "error: DCP_DECODE_RECORDS = $DCP_DECODE_RECORDS: has records of another run; give a new folder" >&2
-      exit 2
+      refuse "DCP_DECODE_RECORDS = $DCP_DECODE_RECORDS: has records of another run; give a new folder"
     fi
   fi
   plan=$DCP_DECODE_RECORDS
   if ((node > 0)); then
-    plan=$(mktemp -d) # the plan of node 0 counts
+    plan=$(mktemp -d) || exit 2 # the plan of node 0 counts
     trap 'rm -rf "$plan"' EXIT
   fi
   ranks=$("$bin/python" -m dcp_decode "$@" --prepare "$plan" --launcher "$launcher") || exit $?
+  if [[ ! -s $plan/plan.json ]]; then # --help
+    echo "$ranks"
+    exit 0
+  fi
   export DCP_DECODE_RECORDS ranks
 }
 

@@ -70,15 +70,20 @@ def test_two_nodes_are_one_group_and_node_0_reports(tmp_path: Path) -> None:
         assert "has records of another run; give a new folder" in again.stderr
 
 
+NODES = {"NNODES": "3", "DCP_DECODE_RECORDS": "records", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
+        ({"NNODES": "two"}, "NNODES = 'two': must be an integer in 1 .. 999999"),
+        ({"NNODES": "0"}, "NNODES = '0': must be an integer in 1 .. 999999"),
+        ({"NODE_RANK": "x"}, "NODE_RANK = 'x': must be an integer in 0 .. 0"),
+        (NODES | {"NODE_RANK": "3"}, "NODE_RANK = '3': must be an integer in 0 .. 2"),
+        (NODES | {"MASTER_PORT": "http"}, "MASTER_PORT = 'http': must be an integer in 1 .. 65535"),
         ({"NNODES": "2"}, "DCP_DECODE_RECORDS is not set, but NNODES is 2"),
         ({"NNODES": "2", "DCP_DECODE_RECORDS": "records"}, "MASTER_ADDR is not set, but NNODES is 2"),
-        (
-            {"NNODES": "3", "DCP_DECODE_RECORDS": "records", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "parallel.dcp = 8: must be a multiple of the 3 nodes (NNODES)",
-        ),
+        (NODES, "parallel.dcp = 8: must be a multiple of the 3 nodes (NNODES)"),
     ],
 )
 def test_half_described_nodes_are_refused(variables: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -92,6 +97,26 @@ def test_half_described_nodes_are_refused(variables: dict[str, str], message: st
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "code", "output", "errors"),
+    [
+        ([], {}, 2, "", "usage: launch/mpirun.sh run|checkpoint|doctor"),
+        (["soak"], {}, 2, "", "usage: launch/mpirun.sh run|checkpoint|doctor"),
+        (["run", "--help"], {}, 0, "Usage: dcp-decode run", ""),
+        (["run"], {"NNODES": "2"}, 2, "", "error: NNODES = '2': must be 1"),
+        (["run"], {"TMPDIR": "/nowhere"}, 2, "", "mktemp: "),
+    ],
+)
+def test_mpirun_says_what_it_takes(
+    arguments: list[str], variables: dict[str, str], code: int, output: str, errors: str
+) -> None:
+    command = [str(LAUNCH / "mpirun.sh"), *arguments]
+    ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, bool(ended.stdout), bool(ended.stderr)) == (code, bool(output), bool(errors))
+    assert ended.stdout.startswith(output)
+    assert ended.stderr.startswith(errors)
 
 
 def write_command(folder: Path, name: str, body: str) -> None:
