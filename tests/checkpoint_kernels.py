@@ -16,6 +16,7 @@ from dcp_decode.checkpoint import ranks
 from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction, Problem
 from dcp_decode.checkpoint.points import L2State, Shape
 from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.chain_config import WAVE_MULTIPROCESSORS
 from dcp_decode.mailbox import Mailbox, Section, Stage
 
 GEOMETRY = Geometry(heads=16, dcp=2, padded_heads=16, capacity=2, topk=32)
@@ -29,6 +30,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ranks, f"compile_{name}", lambda config: config)
         monkeypatch.setattr(ranks, f"run_{name}", globals()[f"run_{name}"])
     monkeypatch.setattr(ranks, "current_stream", lambda: 0)
+    monkeypatch.setattr(ranks, "multiprocessors", lambda device: WAVE_MULTIPROCESSORS)
 
 
 def bench_ranks(l2: L2State = "cold", running: tuple[int, ...] = (1,), layers: int = 4) -> ranks.BenchRanks:

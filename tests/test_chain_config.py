@@ -62,15 +62,19 @@ def test_refusals_name_their_reason_and_values(
     assert str(refusal).startswith(f"fused chain: {reason.value} (")
 
 
-def test_the_local_route_and_shared_devices_are_refused() -> None:
+def test_the_local_route_and_unfit_devices_are_refused() -> None:
     chain = chain_config(Geometry(), 5, tiles=1)
     refusal = can_implement(replace(chain, sparse=replace(chain.sparse, push=False)))
     assert refusal is not None
     assert refusal.reason is ChainRefusalReason.ROUTE
-    refusal = chain_for(Geometry(), 5, own_device=False)
-    assert refusal is not None
-    assert refusal.reason is ChainRefusalReason.SHARED_DEVICE
-    assert chain_for(Geometry(), 5, own_device=True) is None
+    for own_device, multiprocessors, reason in (
+        (False, 132, ChainRefusalReason.SHARED_DEVICE),
+        (True, 114, ChainRefusalReason.MULTIPROCESSORS),
+    ):
+        refusal = chain_for(Geometry(), 5, own_device, multiprocessors)
+        assert refusal is not None
+        assert refusal.reason is reason
+    assert chain_for(Geometry(), 5, own_device=True, multiprocessors=132) is None
 
 
 def test_the_largest_batch_of_the_checkpoint_fills_one_wave() -> None:

@@ -145,9 +145,9 @@ class BenchRanks:
         return [*alone, Subject("chain", chain, self.prepare_chain)]
 
     def fused_subject(self) -> Subject | None:
-        """The chain as one launch of a rank; None where it is refused (several ranks here, or too many rows)."""
+        """The chain as one launch of a rank; None where it is refused: several ranks, too many rows, a small GPU."""
         g, b, problem = self.geometry, self.batch, self.problem
-        if chain_for(g, b, own_device=len(self.ranks) == 1) is not None:
+        if chain_for(g, b, len(self.ranks) == 1, multiprocessors(self.device)) is not None:
             return None
         kernel = compile_chain(chain_config(g, b))
 
@@ -253,6 +253,11 @@ class BenchRanks:
             table = torch.tensor([region.data_ptr() for region in regions], dtype=torch.int64, device=self.device)
             mailboxes.append([Mailbox(self.layout, SymmetricMemory(rank, regions, table)) for rank in self.ranks])
         return mailboxes
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def current_stream() -> int:

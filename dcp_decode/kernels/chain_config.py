@@ -13,6 +13,7 @@ from dcp_decode.kernels.sparse_config import SPLIT, WAVE_CLUSTERS, SparseConfig,
 from dcp_decode.kernels.sparse_config import can_implement as can_implement_sparse
 
 MAX_SOURCES = 8  # whose words a query thread has room for
+WAVE_MULTIPROCESSORS = 132  # on which WAVE_CLUSTERS are known to run at once
 
 
 class ChainRefusalReason(enum.Enum):
@@ -23,6 +24,7 @@ class ChainRefusalReason(enum.Enum):
     QUERY_WARPS = "the sparse decode must have query warps"
     SOURCES = f"at most {MAX_SOURCES} ranks can be merged beside the attention"
     WAVE = f"all CTAs must be resident at once, {SPLIT * WAVE_CLUSTERS} are at most"
+    MULTIPROCESSORS = f"all CTAs must be resident at once, which takes {WAVE_MULTIPROCESSORS} multiprocessors"
     SHARED_DEVICE = "ranks that share a device must launch stage by stage"
 
 
@@ -127,12 +129,14 @@ def chain_config(geometry: Geometry, batch: int, **choices: Any) -> ChainConfig:
     return ChainConfig(sparse_config(geometry, batch, True, **choices))
 
 
-def chain_for(geometry: Geometry, batch: int, own_device: bool) -> ChainRefusal | None:
+def chain_for(geometry: Geometry, batch: int, own_device: bool, multiprocessors: int) -> ChainRefusal | None:
     """None when a batch of B rows runs as one launch, else the typed reason.
 
-    own_device: whether no two ranks of one process launch on the same device. A function of host data that all ranks
-    agree on: they fuse a batch together or not at all.
+    own_device: whether no two ranks of one process launch on the same device. multiprocessors: of the smallest device.
+    A function of host data that all ranks agree on: they fuse a batch together or not at all.
     """
     if not own_device:
         return ChainRefusal(ChainRefusalReason.SHARED_DEVICE, f"ranks {geometry.dcp}")
+    if multiprocessors < WAVE_MULTIPROCESSORS:
+        return ChainRefusal(ChainRefusalReason.MULTIPROCESSORS, f"the GPU has {multiprocessors}")
     return can_implement(chain_config(geometry, batch))
