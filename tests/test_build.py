@@ -198,6 +198,10 @@ def test_a_build_without_a_linker_is_refused_and_leaves_no_manifest(tmp_path, mo
     (tmp_path / "functions.c").write_text("no C at all")
     with pytest.raises(UnsupportedEnvironment, match=r"cc can't link library.so: .*error"):
         builder._link(tmp_path, tmp_path / "library.so")
+    monkeypatch.setenv("CC", "sh -c 'exec sleep 30'")
+    monkeypatch.setattr(builder, "LINK_SECONDS", 0.2)
+    with pytest.raises(UnsupportedEnvironment, match=r"sh did not link library.so within 0.2 s"):
+        builder._link(tmp_path, tmp_path / "library.so")
 
 
 def test_a_run_needs_the_batches_of_its_steps_and_of_its_needle_test():

@@ -211,6 +211,8 @@ def _link(folder: Path, library: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LINK_SECONDS, check=False)
     except OSError as error:
         raise UnsupportedEnvironment(f"the C compiler {command[0]} can't be run: {error.strerror}; set CC") from None
+    except subprocess.TimeoutExpired:
+        raise UnsupportedEnvironment(f"{command[0]} did not link {library.name} within {LINK_SECONDS} s") from None
     if done.returncode:
         raise UnsupportedEnvironment(f"{command[0]} can't link {library.name}: {done.stderr.strip()[-1000:]}")
 
