@@ -5,6 +5,7 @@ A command is a module of `commands/`; it returns its exit code or raises a DcpDe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -24,7 +25,7 @@ from dcp_decode.commands.doctor import doctor
 from dcp_decode.commands.explain import explain
 from dcp_decode.commands.run import run
 from dcp_decode.commands.soak import soak
-from dcp_decode.errors import BAD_INPUT, DcpDecodeError
+from dcp_decode.errors import BAD_INPUT, DcpDecodeError, Interrupted, UnsupportedEnvironment
 from dcp_decode.records import RECORDS_VARIABLE, RankRecord, write_record
 
 REFUSAL_SECONDS = 10.0
@@ -42,7 +43,17 @@ for command in (run, soak, build, checkpoint, compare, doctor, ci_job, explain, 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the console script and of `python -m dcp_decode`."""
-    sys.exit(run_command(arguments))
+    for name in ("stdin", "stdout", "stderr"):  # those that were closed: no later file may take their descriptors
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    exit_code = run_command(arguments)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        exit_code = exit_code or BAD_INPUT
+        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+    sys.exit(exit_code)
 
 
 def run_command(arguments: list[str] | None = None) -> int:
@@ -54,23 +65,32 @@ def run_command(arguments: list[str] | None = None) -> int:
         return BAD_INPUT
     except click.ClickException as error:
         return _refuse(DcpDecodeError(" ".join(error.format_message().split())), os.environ)
+    except click.Abort:
+        return _refuse(Interrupted("told to stop (SIGINT)"), os.environ)
     except DcpDecodeError as error:
         return _refuse(error, os.environ)
+    except OSError as error:  # a full disk, a folder that can't be written: never the program's fault
+        where = error.filename or "standard output or a file"
+        return _refuse(UnsupportedEnvironment(f"{where}: {error.strerror or error}"), os.environ)
+    except SystemExit:  # click's answer to a closed pipe
+        return _refuse(UnsupportedEnvironment("standard output: Broken pipe"), os.environ)
     return result if isinstance(result, int) else 0
 
 
 def _refuse(error: DcpDecodeError, environment: Mapping[str, str]) -> int:
     """Report an error met before the ranks started: once for the group, also under a launcher; the exit code."""
-    rank = int(
-        next((environment[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in environment), 0)
+    given = next(
+        (environment[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in environment), ""
     )
+    rank = int(given) if given.isascii() and given.isdecimal() else 0
     folder = environment.get(RECORDS_VARIABLE)
     if folder:
         now = time.time()
-        write_record(
-            Path(folder),
-            RankRecord(rank, os.getpid(), socket.gethostname(), "failed", error.exit_code, now, str(error)),
-        )
+        with contextlib.suppress(OSError):  # the error itself must be told
+            write_record(
+                Path(folder),
+                RankRecord(rank, os.getpid(), socket.gethostname(), "failed", error.exit_code, now, str(error)),
+            )
     if rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:

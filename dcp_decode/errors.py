@@ -60,6 +60,12 @@ class WaitFailed(DcpDecodeError):
         self.expired_waits = [dict(wait) for wait in expired_waits]
 
 
+class Interrupted(DcpDecodeError):
+    """The command was told to stop before it was done."""
+
+    exit_code = WAIT_EXPIRED
+
+
 class RankDied(WaitFailed):
     """A peer process ended while this rank still needed it; names the rank."""
 

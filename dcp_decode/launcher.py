@@ -18,17 +18,18 @@ from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.control.torchrun import connect_torchrun
-from dcp_decode.errors import UnsupportedEnvironment
+from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 from dcp_decode.fabric.placement import processes_to_start
 from dcp_decode.forensics.conclusion import conclude_folder, keep
 from dcp_decode.rank_process import Body, RankProcess, leave
 from dcp_decode.records import RECORDS_VARIABLE, Plan, RankRecord, await_records, make_plan, read_records, write_plan
-from dcp_decode.results import Conclusion, conclude
+from dcp_decode.results import Conclusion, conclude, require_writable
 from dcp_decode.supervisor import supervise
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MPI_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 LATE_RECORDS_SECONDS = 0.5
+LARGEST_WORLD = 1 << 20
 
 Publish = Callable[[Conclusion, Plan], None]
 
@@ -43,7 +44,10 @@ class Launcher:
 
 
 def detect_launcher(environment: Mapping[str, str]) -> Launcher:
-    """Raises UnsupportedEnvironment if the environment is torchrun's and MPI's at once, or only half torchrun's."""
+    """Raises UnsupportedEnvironment if the environment is torchrun's and MPI's at once, or only half torchrun's.
+
+    Raises ConfigError for a variable that is no number of a rank, size or port.
+    """
     by_mpi = [names for names in MPI_VARIABLES if all(name in environment for name in names)]
     if "WORLD_SIZE" in environment and "RANK" in environment:
         missing = [name for name in TORCHRUN_VARIABLES if name not in environment]
@@ -53,11 +57,23 @@ def detect_launcher(environment: Mapping[str, str]) -> Launcher:
             raise UnsupportedEnvironment(
                 f"started by torchrun (WORLD_SIZE) and by MPI ({by_mpi[0][1]}) at once; use one of them"
             )
-        return Launcher("torchrun", int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+        _integer(environment, "MASTER_PORT", 0, 65_535)
+        return _launcher("torchrun", environment, "RANK", "WORLD_SIZE")
     if by_mpi:
-        rank, size = by_mpi[0]
-        return Launcher("mpi", int(environment[rank]), int(environment[size]))
+        return _launcher("mpi", environment, *by_mpi[0])
     return Launcher("builtin", 0, 1)
+
+
+def _launcher(name: str, environment: Mapping[str, str], rank: str, size: str) -> Launcher:
+    ranks = _integer(environment, size, 1, LARGEST_WORLD)
+    return Launcher(name, _integer(environment, rank, 0, ranks - 1), ranks)
+
+
+def _integer(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
+    text = environment[name]
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
+        raise ConfigError(name, text, f"must be an integer in {least} .. {most}")
+    return int(text)
 
 
 def check_world(launcher: Launcher, config: RunConfig) -> None:
@@ -93,6 +109,9 @@ def execute(command: str, config: RunConfig, body: Body, output: str | None, pub
     """
     launcher = detect_launcher(os.environ)
     check_world(launcher, config)
+    shared = os.environ.get(RECORDS_VARIABLE)
+    if launcher.rank == 0 and not shared:  # else `--prepare` has seen to it
+        require_writable(output)
     plan = make_plan(command, config, launcher.name, output)
     if launcher.name == "builtin":
         parallel = config.parallel

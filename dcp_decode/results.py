@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_decode import environment
-from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT
+from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, ConfigError, DcpDecodeError
 from dcp_decode.records import Plan, RankRecord
 
 SCHEMA = 1
@@ -55,6 +56,16 @@ class Conclusion:
     document: dict[str, Any]
 
 
+class NotWritten(DcpDecodeError):
+    """The document of a command that has ended can't be written; tells the document's error too, if it has one."""
+
+    def __init__(self, path: Path, reason: str | None, document: Mapping[str, Any]) -> None:
+        error = document.get("error")
+        found = "" if error is None else f"{error}; and "
+        super().__init__(f"{found}--output = {str(path)!r}: must be a file that can be written ({reason})")
+        self.exit_code = document.get("exit_code") or BAD_INPUT
+
+
 def conclude(plan: Plan, records: Mapping[int, RankRecord]) -> Conclusion:
     """Judge a run by the records of its ranks; a rank of the plan without a record was killed."""
     complete = [records.get(rank) or _lost(rank) for rank in range(plan.processes)]
@@ -71,11 +82,43 @@ def conclude(plan: Plan, records: Mapping[int, RankRecord]) -> Conclusion:
 
 
 def write_document(document: Mapping[str, Any], output: str | None, started: float) -> Path:
-    """Write to `document_path`; the path."""
+    """Write to `document_path`; the path.
+
+    Raises NotWritten, which ends the command with the document's own exit code if that says of a failure.
+    """
     path = document_path(output, started)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(document_text(document))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(document_text(document))
+    except OSError as error:
+        if path.is_file():
+            path.unlink()  # half a document is worse than none
+        raise NotWritten(path, error.strerror, document) from None
     return path
+
+
+def require_writable(output: str | None) -> None:
+    """Refuse a document that couldn't be written, before the work that it would hold. Raises ConfigError.
+
+    Writes and makes nothing, so a disk that is full later is found later.
+    """
+    path = document_path(output, 0.0).absolute()
+    reason = None
+    for place in (path, *path.parents):
+        try:
+            is_folder = stat.S_ISDIR(place.stat().st_mode)
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # a file or a loop of links in the place of a folder, a name that is too long
+            reason = error.strerror
+        else:
+            if is_folder and place == path:
+                reason = "is a folder"
+            elif not os.access(place, os.W_OK):
+                reason = f"{place} is read-only"
+        break
+    if reason is not None:
+        raise ConfigError("--output", str(path), f"must be a file that can be written ({reason})")
 
 
 def document_path(output: str | None, started: float) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -102,6 +104,8 @@ BAD_OPTIONS = {
     "--trace /nowhere.jsonl": ("workload.trace", "/nowhere.jsonl", "an existing file"),
     "--deadline 0": ("mailbox.deadline_seconds", "0.0", "greater than 0"),
     "/nowhere.toml": ("config", "/nowhere.toml", "No such file"),
+    "--stalled-after nan": ("--stalled-after", "nan", "not a finite number"),
+    "--stalled-after inf": ("--stalled-after", "inf", "not a finite number"),
     "--frobnicate": ("--frobnicate", "", "No such option"),
 }
 
@@ -143,6 +147,24 @@ def test_config_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.Captur
     pipe = str(tmp_path / "pipe")
     for arguments in (["run", pipe], ["compare", pipe, pipe], ["explain", pipe], ["checkpoint", "--render", pipe]):
         assert_refused(arguments, ("a pipe or a device",), capsys)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "exit_code", "error"),
+    [
+        (">/dev/full", BAD_INPUT, "No space left on device"),
+        (">&- <&-", 0, None),
+        ("| (exec <&-; sleep 0.5)", BAD_INPUT, "Broken pipe"),
+    ],
+)
+def test_standard_output_that_takes_nothing(redirection: str, exit_code: int, error: str | None) -> None:
+    command = f"set -o pipefail; (sleep 0.1; exec {sys.executable} -m dcp_decode --help) {redirection}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == exit_code
+    assert ended.stderr.count("\n") == (error is not None)
+    if error is not None:
+        assert ended.stderr.startswith("error: standard output")
+        assert error in ended.stderr
 
 
 def test_defaults_are_the_smoke_config() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -215,6 +216,15 @@ def test_launchers_that_do_not_fit_are_refused() -> None:
         detect_launcher(TORCHRUN | MPI)
     with pytest.raises(UnsupportedEnvironment, match="MASTER_PORT not"):
         detect_launcher({key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"})
+    for variables, name in (
+        (TORCHRUN | {"RANK": "abc"}, "RANK = 'abc': must be an integer in 0 .. 7"),
+        (TORCHRUN | {"RANK": "8"}, "RANK = '8': must be an integer in 0 .. 7"),
+        (TORCHRUN | {"WORLD_SIZE": "-8"}, "WORLD_SIZE = '-8': must be an integer in 1 .. "),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT = 'http': must be an integer in 0 .. 65535"),
+        (MPI | {"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE = '': must be an integer in 1 .. "),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(name)):
+            detect_launcher(variables)
     with pytest.raises(UnsupportedEnvironment, match="one process"):
         check_world(detect_launcher(MPI), load_config(None, {"parallel.fabric": "loopback"}))
     with pytest.raises(UnsupportedEnvironment, match=r"mpi started 8 ranks, but parallel.dcp is 4"):

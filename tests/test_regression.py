@@ -251,7 +251,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # A larger limit allows it.
     assert run_command(["compare", str(base), str(new), "--limit", "1.4", "--output", str(output)]) == VERIFIED
     new.write_text("{")
-    for arguments in ([str(base), str(new)], [str(base), "absent.json"], [str(base), str(base), "--limit", "0.5"]):
+    bad_limits = ([str(base), str(base), "--limit", limit] for limit in ("0.5", "nan"))
+    for arguments in ([str(base), str(new)], [str(base), "absent.json"], *bad_limits):
         capsys.readouterr()
         assert run_command(["compare", *arguments]) == BAD_INPUT
         captured = capsys.readouterr()

@@ -1,11 +1,18 @@
-"""The first cause of a failed run, out of the ranks' records."""
+"""The first cause of a failed run, out of the ranks' records; documents that can't be written."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
+
+from dcp_decode.cli import run_command
 from dcp_decode.config import load_config
+from dcp_decode.errors import BAD_INPUT, WAIT_EXPIRED, ConfigError
 from dcp_decode.mailbox import Stage
 from dcp_decode.records import RankRecord, make_plan
-from dcp_decode.results import STAGE_ORDER, conclude
+from dcp_decode.results import STAGE_ORDER, NotWritten, conclude, require_writable, write_document
 
 
 def expired(rank: int, source: int, stage: str, use: int, ended: float) -> RankRecord:
@@ -40,3 +47,49 @@ def test_a_killed_rank_comes_before_those_that_waited_for_it() -> None:
     assert conclusion.dead_ranks == (1,)
     assert conclusion.error is not None
     assert conclusion.error.startswith("rank 1 died")
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("file/run.json", "Not a directory"),
+        ("loop/run.json", "Too many levels of symbolic links"),
+        (f"{'x' * 300}/run.json", "File name too long"),
+        ("", "is a folder"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_run(
+    output: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("loop").symlink_to("loop")
+    for command in (["run", "--prepare", str(tmp_path), "--launcher", "torchrun"], ["soak"]):
+        assert run_command([*command, "--output", output]) == BAD_INPUT
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("error: --output = ")
+        assert captured.err.endswith(f"must be a file that can be written ({reason})\n")
+
+
+def test_an_output_that_can_be_written_is_allowed_and_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for output in ("new/folder/run.json", "run.json"):
+        require_writable(str(tmp_path / output))
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(ConfigError, match="is read-only"):
+        require_writable(str(tmp_path / "run.json"))
+
+
+@pytest.mark.parametrize(
+    ("document", "exit_code", "start"),
+    [
+        ({"exit_code": 0, "error": None}, BAD_INPUT, "--output = '/dev/full'"),
+        ({"exit_code": WAIT_EXPIRED, "error": "rank 1 died"}, WAIT_EXPIRED, "rank 1 died; and --output = '/dev/full'"),
+    ],
+)
+def test_a_full_disk_hides_no_failure(document: dict[str, object], exit_code: int, start: str) -> None:
+    with pytest.raises(NotWritten, match="No space left on device") as refusal:
+        write_document(document, "/dev/full", 0.0)
+    assert refusal.value.exit_code == exit_code
+    assert str(refusal.value).startswith(start)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dcp_decode.commands.options import FiniteRange, prepare_launch
 from dcp_decode.config import RunConfig, load_config
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ LATENCY_CHECKPOINT = Path(__file__).resolve().parent.parent.parent / "configs" /
 @click.option(
     "--render", type=click.Path(path_type=Path), help="Measure nothing: write the HTML report of this document."
 )
-@click.option("--slowdown", type=click.FloatRange(min=0), default=0.0, hidden=True)
+@click.option("--slowdown", type=FiniteRange(min=0), default=0.0, hidden=True)
 @click.option("--prepare", type=click.Path(file_okay=False, path_type=Path), hidden=True)
 @click.option("--launcher", type=str, default="builtin", hidden=True)
 def checkpoint(
@@ -77,14 +78,11 @@ def _place(path: Path, overrides: dict[str, object]) -> RunConfig:
 
 def _prepare(folder: Path, config: RunConfig, launcher: str, output: str | None) -> int:
     from dcp_decode.errors import UnsupportedEnvironment
-    from dcp_decode.records import make_plan, write_plan
 
     mode = config.checkpoint.mode
     if mode != "group":
         raise UnsupportedEnvironment(f"checkpoint.mode = {mode!r} runs in one process: start it without {launcher}")
-    write_plan(folder, make_plan("checkpoint", config, launcher, output))
-    click.echo(config.parallel.dcp)
-    return 0
+    return prepare_launch(folder, "checkpoint", config, launcher, output)
 
 
 def _run_rank(config: RunConfig, quick: bool, slowdown: float, control: ControlPlane) -> RankReport:

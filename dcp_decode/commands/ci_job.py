@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dcp_decode.commands.options import FiniteRange
 from dcp_decode.job.stages import INJECTIONS, NAMES, Settings
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def _option(name: str, **given: Any) -> Any:
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Where to run."
 )
 @_option("--stages", default=STAGES, show_default=True, help="Which of these to run.")
-@_option("--soak-minutes", type=click.FloatRange(min=0), default=0.3, show_default=True, help="Start no round after.")
+@_option("--soak-minutes", type=FiniteRange(min=0), default=0.3, show_default=True, help="Start no round after.")
 @_option("--baselines", type=click.Path(path_type=Path), default="results/baselines", show_default=True, help="Folder.")
 @_option("--inject", type=click.Choice(INJECTIONS), help="A fault: the job must then be red.")
 @click.option("--nnodes", envvar="NNODES", type=click.IntRange(min=1), default=1, hidden=True)

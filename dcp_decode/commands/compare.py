@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dcp_decode.commands.options import FiniteRange
 from dcp_decode.errors import VERIFIED, WRONG_RESULT
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ File = click.Path(path_type=Path)
 @click.argument("new", type=File)
 @click.option(
     "--limit",
-    type=click.FloatRange(min=1.0, max=100.0),
+    type=FiniteRange(min=1.0, max=100.0),
     default=1.05,
     show_default=True,
     help="The largest allowed ratio of new to base.",

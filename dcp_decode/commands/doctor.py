@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dcp_decode.commands.options import config_options, read_config
+from dcp_decode.commands.options import config_options, prepare_launch, read_config
 from dcp_decode.config import RunConfig
 from dcp_decode.errors import BAD_INPUT, VERIFIED
-from dcp_decode.records import RECORDS_VARIABLE, Outcome, RankRecord, make_plan, write_plan, write_record
+from dcp_decode.records import RECORDS_VARIABLE, Outcome, RankRecord, write_record
 
 if TYPE_CHECKING:
     from dcp_decode.control.plane import ControlPlane
@@ -51,9 +51,7 @@ def doctor(
     """
     configured = read_config(config, options)
     if prepare is not None:  # launch/*.sh: as in `dcp-decode run`
-        write_plan(prepare, make_plan("doctor", configured, launched_by, None))
-        click.echo(configured.parallel.dcp)
-        return VERIFIED
+        return prepare_launch(prepare, "doctor", configured, launched_by, None)
     from dcp_decode.launcher import connect, detect_launcher
 
     launcher = detect_launcher(os.environ)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,9 +11,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dcp_decode.config import RunConfig, load_config
+from dcp_decode.errors import VERIFIED
+from dcp_decode.records import make_plan, write_plan
+from dcp_decode.results import require_writable
 
 if TYPE_CHECKING:
     from dcp_decode.metrics import MetricsSettings
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers that neither NaN, which compares as if inside, nor an infinity is in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
+
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -53,7 +69,7 @@ def metrics_options(command: Command) -> Command:
         click.option("--metrics-address", default="127.0.0.1", show_default=True, help="The address to bind to."),
         click.option(
             "--stalled-after",
-            type=click.FloatRange(min=0, min_open=True),
+            type=FiniteRange(min=0, min_open=True),
             default=120.0,
             show_default=True,
             help="Seconds without a finished step after which /healthz says 503.",
@@ -70,6 +86,15 @@ def read_metrics(options: dict[str, Any]) -> MetricsSettings | None:
     from dcp_decode.metrics import MetricsSettings  # imports prometheus_client
 
     return MetricsSettings(options["metrics_port"], options["metrics_address"], options["stalled_after"])
+
+
+def prepare_launch(folder: Path, command: str, config: RunConfig, launcher: str, output: str | None) -> int:
+    """What `--prepare` does for `launch/*.sh`: leave the plan for `conclude`, say how many ranks to start."""
+    if command != "doctor" and os.environ.get("NODE_RANK", "0") == "0":  # the node that writes the document
+        require_writable(output)
+    write_plan(folder, make_plan(command, config, launcher, output))
+    click.echo(config.parallel.dcp)
+    return VERIFIED
 
 
 def read_config(config: Path | None, options: dict[str, Any]) -> RunConfig:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dcp_decode.commands.options import config_options, metrics_options, read_config, read_metrics
+from dcp_decode.commands.options import config_options, metrics_options, prepare_launch, read_config, read_metrics
 from dcp_decode.config import RunConfig
-from dcp_decode.records import RankReport, make_plan, write_plan
+from dcp_decode.records import RankReport
 
 if TYPE_CHECKING:
     from dcp_decode.control.plane import ControlPlane
@@ -42,9 +42,7 @@ def run(
     """
     configured = read_config(config, options)
     if prepare is not None:  # launch/*.sh: leave the plan for `conclude`, say how many ranks to start
-        write_plan(prepare, make_plan("run", configured, launcher, output))
-        click.echo(configured.parallel.dcp)
-        return 0
+        return prepare_launch(prepare, "run", configured, launcher, output)
     # torch and what builds on it load only now: a bad config is refused in a fraction of a second.
     from dcp_decode.faults import EXAMPLES, FaultInjector
     from dcp_decode.launcher import execute

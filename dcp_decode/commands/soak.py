@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dcp_decode.commands.options import config_options, metrics_options, read_config, read_metrics
+from dcp_decode.commands.options import FiniteRange, config_options, metrics_options, read_config, read_metrics
 
 if TYPE_CHECKING:
     from dcp_decode.config import RunConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.command()
 @config_options
 @metrics_options
-@click.option("--minutes", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Start no round after.")
+@click.option("--minutes", type=FiniteRange(min=0), default=1.0, show_default=True, help="Start no round after.")
 @click.option("--faults", default="delays,stops", show_default=True, help="Comma-separated: delays, stops.")
 @click.option(
     "--output", type=click.Path(dir_okay=False), help="The JSON document; default results/run-<utc>-<pid>.json."
@@ -39,6 +39,7 @@ def soak(config: Path | None, minutes: float, faults: str, output: str | None, *
     from dcp_decode.launcher import detect_launcher
     from dcp_decode.presentation import publish
     from dcp_decode.records import make_plan
+    from dcp_decode.results import require_writable
 
     configured = read_config(config, options)
     kinds = rounds.parse_kinds(faults)
@@ -46,6 +47,7 @@ def soak(config: Path | None, minutes: float, faults: str, output: str | None, *
     if launcher.name != "builtin":
         raise UnsupportedEnvironment(f"soak starts its own ranks: start it without {launcher.name}")
     metrics = read_metrics(options)
+    require_writable(output)
     plan = make_plan("soak", configured, launcher.name, output)
 
     def make_body(fault_plan: FaultPlan, folder: Path) -> Body:
