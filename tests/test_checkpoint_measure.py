@@ -190,6 +190,26 @@ def test_wrong_fused_chain_is_left_out_and_its_point_stays(monkeypatch: pytest.M
     ]
 
 
+def test_fused_chain_that_drifts_is_left_out_and_its_point_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ranks.run_chain
+    calls = []
+
+    def drifting(config: Any, mailbox: Any, *others: Any) -> None:
+        honest(config, mailbox, *others)
+        calls.append(None)
+        if len(calls) > 2 * LAYERS:
+            others[4][0, 0, 0] += 1
+
+    monkeypatch.setattr(ranks, "run_chain", drifting)
+    keys = run(small_config(), quick=True)[0].keys
+    assert [list(point["stages"])[-1] for point in keys["points"]] == ["chain", "chain"]
+    assert [failure[:50] for failure in keys["failures"]] == [
+        "2 x 16, 16 heads, hot, fused_chain, after the timi",
+        "2 x 16, 16 heads, cold, fused_chain, layer 0, rank",
+    ]
+    assert [step["stage"] for step in keys["step"]] == ["chain", "chain"]
+
+
 def test_other_bits_after_the_timing_are_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = ranks.run_sparse
     calls = []

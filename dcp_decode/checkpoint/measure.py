@@ -145,26 +145,23 @@ class _PointRun:
         stages = self.ranks.subjects(self.config)
         before = self._pass_gate(stages, label)
         self.allowed_error = before["sparse_decode"].largest_bound
-        fused = self.ranks.fused_subject() if self.config.push else None
-        if fused is not None:
-            passed = self._attempt(self.gate.check_chain, fused, self.config, f"{label}, {fused.name}")
-            if passed is not None:
-                stages.append(fused)
-                before[fused.name] = passed
+        fused = self._fused(label)
         timed, skipped = self._peers()
-        measured = [self._slowed(subject) for subject in stages] + [one.subject for one in timed]
+        measured = [self._slowed(subject) for subject in [*stages, *fused]] + [one.subject for one in timed]
         floor_subjects = floors.floor_subjects(self.ranks, self.config)
         gather = floors.fastest_gather(self.ranks, self.stopwatch, TUNING_SAMPLES)
         floor_subjects += [gather] if gather is not None else []
         series = self.stopwatch.measure([*measured, *floor_subjects], checkpoint.samples, checkpoint.seed)
         self.ranks.require_no_expired_wait(label)
         _require_same_bits(before, self._pass_gate(stages, f"{label}, after the timing"), label)
+        stages += [subject for subject, passed in fused.items() if self._passes_again(subject, passed, label)]
         peers = [self._peer_entry(one, series[one.subject.name]) for one in timed] + skipped
         checkpoint.passed.append(before["chain"])
         if self.point.sweep:
             self._sweep()
         if self.stopwatch.layers == checkpoint.config.model.layers:
-            checkpoint.steps += [self._step(name, series[name]) for name in CHAINS if name in series]
+            names = [subject.name for subject in stages]
+            checkpoint.steps += [self._step(name, series[name]) for name in CHAINS if name in names]
         launch = series["launch"].p50
         shape = self.point.shape
         return {
@@ -182,12 +179,31 @@ class _PointRun:
 
     def _pass_gate(self, stages: Sequence[Subject], label: str) -> dict[str, Passed]:
         """What each of the stages that leaves rows passed with."""
-        checks = {"sparse_decode": self.gate.check_sparse} | dict.fromkeys(CHAINS, self.gate.check_chain)
+        checks = {"sparse_decode": self.gate.check_sparse, "chain": self.gate.check_chain}
         return {
             subject.name: checks[subject.name](subject, self.config, f"{label}, {subject.name}")
             for subject in stages
             if subject.name in checks
         }
+
+    def _fused(self, label: str) -> dict[Subject, Passed]:
+        """The fused chain, if it is not refused here and passes its gate, with what it passes with."""
+        fused = self.ranks.fused_subject() if self.config.push else None
+        if fused is None:
+            return {}
+        passed = self._attempt(self.gate.check_chain, fused, self.config, f"{label}, {fused.name}")
+        return {} if passed is None else {fused: passed}
+
+    def _passes_again(self, chain: Subject, before: Passed, label: str) -> bool:
+        """Whether an alternative chain passes after the timing too, with the same bits; the checkpoint fails if not."""
+
+        def check(subject: Subject, config: SparseConfig, where: str) -> Passed:
+            after = self.gate.check_chain(subject, config, where)
+            _require_same_bits({subject.name: before}, {subject.name: after}, label)
+            return after
+
+        where = f"{label}, {chain.name}, after the timing"
+        return self._attempt(check, chain, self.config, where) is not None
 
     def _peers(self) -> tuple[list[peer_timing.TimedPeer], list[dict[str, Any]]]:
         """Those that are timed, and the entries of those that are not."""
