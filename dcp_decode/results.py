@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -102,7 +103,7 @@ def require_writable(output: str | None) -> None:
 
     Writes and makes nothing, so a disk that is full later is found later.
     """
-    path = document_path(output, 0.0).absolute()
+    path = document_path(output, time.time()).absolute()
     reason = None
     for place in (path, *path.parents):
         try:

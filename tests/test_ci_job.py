@@ -19,7 +19,7 @@ import pytest
 
 from dcp_decode.checkpoint.cpu import Clock
 from dcp_decode.doctor.verdicts import kind_of
-from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT
+from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, UnsupportedEnvironment
 from dcp_decode.job import stages
 from dcp_decode.job.report import write_report
 from dcp_decode.job.runner import Job, Outcome, differing_digest, first_error, run_stage
@@ -290,6 +290,9 @@ def test_first_error(log: str, line: str) -> None:
     ("options", "message"),
     [
         (["--stages", "doctor party"], "error: --stages = 'party': must be among doctor, group, mpi, tests"),
+        (["--stages", " "], "error: --stages = ' ': must be among doctor"),
+        (["--nnodes", "2", "--node-rank", "2"], "error: NODE_RANK = 2: must be less than NNODES = 2"),
+        (["--artifacts", "/dev/null/x"], "error: --artifacts = '/dev/null/x': must be a folder (Not a directory)"),
         (["--stages", "gate"], "doctor.json is missing or damaged: run the stage doctor too"),
         (["--inject", "rain"], "'rain' is not one of 'hang', 'wrong-bit', 'slowdown'"),
     ],
@@ -300,3 +303,23 @@ def test_bad_options_are_refused(options: list[str], message: str, tmp_path: Pat
     assert (ended.returncode, ended.stdout) == (BAD_INPUT, "")
     assert message in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device": "gpu"},
+        {"device": ["cpu"]},
+        {"kind": "../baselines/other"},
+        {"ranks": []},
+        {"ranks": [{"visible_gpus": 1}]},
+    ],
+    ids=str,
+)
+def test_findings_that_are_damaged_are_refused(change: dict[str, object], tmp_path: Path) -> None:
+    job = Job(settings(tmp_path), ("gate",), lambda outcome: None)
+    (tmp_path / "doctor.json").write_text(json.dumps(HARDWARE | change))
+    with pytest.raises(UnsupportedEnvironment, match="run the stage doctor too"):
+        job.run()
+    (tmp_path / "doctor.json").write_text("[]")
+    assert json.loads(write_report(tmp_path, (), VERIFIED).read_text())["device"] is None

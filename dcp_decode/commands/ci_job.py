@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +60,13 @@ def ci_job(
     from dcp_decode.job.runner import Job
 
     wanted = stages.replace(",", " ").split()
-    for name in wanted:
+    for name in wanted or [stages]:
         if name not in NAMES:
             raise ConfigError("--stages", name, f"must be among {', '.join(NAMES)}")
+    if node_rank >= nnodes:
+        raise ConfigError("NODE_RANK", node_rank, f"must be less than NNODES = {nnodes}")
     # Nodes beside the first only take part in its stages; their logs have a folder of their own.
-    shared = artifacts.resolve()
+    shared = Path(os.path.realpath(artifacts))
     folder = shared if node_rank == 0 else shared / f"node-{node_rank}"
     settings = Settings(config, folder, shared, device, baselines, soak_minutes, inject, nnodes, node_rank)
     job = Job(settings, wanted, _show)

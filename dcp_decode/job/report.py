@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import jinja2
 
 from dcp_decode import environment
+from dcp_decode.inputs import read_input
 from dcp_decode.job.runner import Outcome
 from dcp_decode.results import SCHEMA
 
@@ -98,9 +99,10 @@ def _result(outcome: Outcome) -> str:
 def _examination(folder: Path) -> dict[str, Any]:
     """The doctor's document, or nothing if it left none."""
     try:
-        return json.loads((folder / "doctor.json").read_text())
+        document = json.loads(read_input(folder / "doctor.json"))
     except (OSError, ValueError):
         return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _explain(archive: Path) -> str:

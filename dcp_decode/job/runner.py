@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated, Literal
 
-from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, UnsupportedEnvironment
+from pydantic import BaseModel, Field, ValidationError
+
+from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, ConfigError, UnsupportedEnvironment
+from dcp_decode.inputs import read_input
 from dcp_decode.job import stages
 from dcp_decode.job.stages import REPOSITORY, Hardware, Settings, Stage
 
@@ -35,6 +38,18 @@ class Outcome:
     log: str | None
 
 
+class _Rank(BaseModel):
+    visible_gpus: list[str]
+
+
+class _Findings(BaseModel):
+    """What a job reads of the doctor's document."""
+
+    device: Literal["cpu", "cuda"]
+    kind: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    ranks: Annotated[list[_Rank], Field(min_length=1)]
+
+
 class Stopped(Exception):
     """The job was told to stop."""
 
@@ -51,7 +66,11 @@ class Job:
 
     def run(self) -> None:
         """All wanted stages in order. Raises UnsupportedEnvironment if there is no doctor's document to go by."""
-        self.settings.artifacts.mkdir(parents=True, exist_ok=True)
+        folder = self.settings.artifacts
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("--artifacts", str(folder), f"must be a folder ({error.strerror})") from None
         with _stopping_on_signals():
             if "doctor" in self.wanted:
                 self._run(stages.doctor(self.settings))
@@ -72,10 +91,10 @@ class Job:
             return Hardware()
         path = self.settings.artifacts / "doctor.json"
         try:
-            found = json.loads(path.read_text())
-            return Hardware(found["device"], found["kind"], len(found["ranks"][0]["visible_gpus"]))
-        except (OSError, ValueError, LookupError):
+            found = _Findings.model_validate_json(read_input(path))
+        except (OSError, ValidationError):
             raise UnsupportedEnvironment(f"{path} is missing or damaged: run the stage doctor too") from None
+        return Hardware(found.device, found.kind, len(found.ranks[0].visible_gpus))
 
     def _run(self, stage: Stage) -> None:
         command = shlex.join(stage.command)
