@@ -68,13 +68,36 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from dcp_decode.kernels import arrival, disk_cache, ptx
+from dcp_decode.kernels.launch import run_sparse
 from dcp_decode.kernels.sparse_arguments import QUERY_STAGED, QUERY_WARPS_DONE, SparseArguments, Worker
-from dcp_decode.kernels.sparse_config import COMPUTE_WARPS, SparseConfig, SparseRefusal, SparseRefused, can_implement
+from dcp_decode.kernels.sparse_chunk import store_fp8_pair_shared, transpose4
+from dcp_decode.kernels.sparse_config import (
+    COMPUTE_WARPS,
+    SparseConfig,
+    SparseRefusal,
+    SparseRefused,
+    can_implement,
+    sparse_config,
+    sparse_for,
+    sparse_layout,
+)
 from dcp_decode.kernels.sparse_partials import SparsePartials
 from dcp_decode.kernels.sparse_probabilities import SparseProbabilities
 from dcp_decode.kernels.sparse_query import SparseQuery
 from dcp_decode.kernels.sparse_shared import SPLIT
 from dcp_decode.mailbox import Stage
+
+# The kernel's whole interface, wherever its parts live.
+__all__ = [
+    "SparseDcpDecode",
+    "compile_sparse",
+    "run_sparse",
+    "sparse_config",
+    "sparse_for",
+    "sparse_layout",
+    "store_fp8_pair_shared",
+    "transpose4",
+]
 
 
 class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
