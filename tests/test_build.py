@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("cutlass")
 
@@ -19,7 +20,7 @@ from dcp_decode.config import load_config
 from dcp_decode.device_rank import step_batches
 from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 from dcp_decode.kernels import build as builder
-from dcp_decode.kernels.aot import HEADER, MANIFEST, KernelLibrary, read_manifest
+from dcp_decode.kernels.aot import HEADER, MANIFEST, KernelLibrary, open_kernels, read_manifest
 from dcp_decode.kernels.configs import ValueConfig, stage_kernels
 from dcp_decode.kernels.fingerprint import source_hash
 
@@ -141,6 +142,13 @@ def test_foreign_builds_are_refused(copied, geometry):
     assert_refused(copied, geometry, ("built for batches 1", "batch 2 is needed"), batches=(1, 2))
     change_manifest(copied, dcp_decode="9.9")
     assert_refused(copied, geometry, ("dcp_decode = '9.9'",))
+
+
+@pytest.mark.parametrize("folder", [None, Path("anywhere")], ids=["compiled", "built"])
+def test_a_gpu_that_the_kernels_are_not_for_is_refused(folder, geometry, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    with pytest.raises(UnsupportedEnvironment, match="GPU architecture sm_120a: must be one of sm_90a, sm_100a"):
+        open_kernels(folder, geometry, True, (BATCH,), torch.device("cuda", 0))
 
 
 def test_damaged_libraries_are_refused(copied, geometry):

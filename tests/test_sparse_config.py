@@ -24,7 +24,7 @@ from dcp_decode.kernels.sparse_shared import MAX_SHARED_BYTES, SPLIT, PartialsLa
         ({"tiles": 3, "buffers": 2}, RefusalReason.SHARED_MEMORY),
         ({"tiles": 0}, RefusalReason.TILES),
         ({"buffers": 3}, RefusalReason.BUFFERS),
-        ({"architecture": "sm_80"}, RefusalReason.ARCHITECTURE),
+        ({"trigger": "never"}, RefusalReason.TRIGGER),
         ({"exchange": "probability"}, RefusalReason.EXCHANGE),
         ({"exchange": "probabilities", "bulk": True}, RefusalReason.EXCHANGE),
         ({"exchange": "probabilities", "tiles": 3, "buffers": 2}, RefusalReason.SHARED_MEMORY),

@@ -84,13 +84,15 @@ def open_kernels(
 ) -> LoadKernel:
     """Where a run takes its kernels from: the build in `folder` (None: compiled when first needed).
 
-    batches: every B that may be asked for. Raises ConfigError when the build is not for this run and this GPU.
+    batches: every B that may be asked for. Raises UnsupportedEnvironment on a GPU that the kernels are not for,
+    ConfigError when the build is not for this run and this GPU.
     """
+    architecture = architecture_of(device)
     if folder is None:
         from dcp_decode.kernels.jit import load_kernel  # imports cutlass
 
         return load_kernel
-    return KernelLibrary(folder, geometry, push, batches, architecture_of(device)).load
+    return KernelLibrary(folder, geometry, push, batches, architecture).load
 
 
 def architecture_of(device: torch.device) -> str:

@@ -37,7 +37,6 @@ class RefusalReason(enum.Enum):
     BUFFERS = "key buffers must be 1 or 2"
     TRIGGER = "the trigger must be start, merge or end"
     EXCHANGE = "the exchange must be partials or probabilities (never bulk)"
-    ARCHITECTURE = f"the architecture must be one of {', '.join(ARCHITECTURES)}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ class SparseConfig:
     buffers: int = 2
     trigger: str = "merge"
     pdl: bool = True
-    architecture: str = "sm_90a"
     exchange: str = "partials"
 
     @property
@@ -171,8 +169,6 @@ class SparseConfig:
 def can_implement(config: SparseConfig) -> SparseRefusal | None:
     """None when the kernel can run this configuration, else why not."""
     g = config.geometry
-    if config.architecture not in ARCHITECTURES:
-        return SparseRefusal(RefusalReason.ARCHITECTURE, config.architecture)
     if config.buffers not in (1, 2):
         return SparseRefusal(RefusalReason.BUFFERS, f"key buffers {config.buffers}")
     if config.trigger not in TRIGGERS:
@@ -249,7 +245,6 @@ def sparse_config(
     buffers: int | None = None,
     trigger: str = "merge",
     pdl: bool = True,
-    architecture: str = "sm_90a",
     exchange: str = "partials",
 ) -> SparseConfig:
     """The configuration that `sparse_layout` chooses, with any of its choices given instead."""
@@ -266,6 +261,5 @@ def sparse_config(
         chosen_buffers,
         trigger,
         pdl,
-        architecture,
         exchange,
     )
