@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_decode.config import RunConfig
-from dcp_decode.errors import VERIFIED, WRONG_RESULT, ConfigError
+from dcp_decode.errors import VERIFIED, WAIT_EXPIRED, WRONG_RESULT, ConfigError
 from dcp_decode.faults import FaultCounts, FaultPlan
 from dcp_decode.forensics.conclusion import conclude_folder
 from dcp_decode.rank_process import Body
@@ -138,7 +138,7 @@ def _run_round(
     with tempfile.TemporaryDirectory(prefix="dcp_decode-") as name:
         folder = Path(name)
         write_plan(folder, plan)
-        supervise(
+        told_to_stop = supervise(
             make_body(faults, folder),
             plan.processes,
             folder,
@@ -146,6 +146,9 @@ def _run_round(
             control_deadline_seconds=config.mailbox.control_deadline_seconds,
         )
         conclusion = conclude_folder(plan, folder)
+        if told_to_stop and conclusion.exit_code == VERIFIED:  # its ranks had ended before they heard of it
+            ended = {"exit_code": WAIT_EXPIRED, "error": "told to stop"}
+            conclusion = Conclusion(WAIT_EXPIRED, "told to stop", (), conclusion.document | ended)
         counts = read_counts(folder)
     return conclusion, Round(number, time.monotonic() - started, conclusion.document["digest"], counts)
 

@@ -38,8 +38,11 @@ WATCHED = frozenset({signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHU
 
 def supervise(
     body: Body, processes: int, folder: Path, *, wait_deadline_seconds: float, control_deadline_seconds: float
-) -> None:
-    """Run the body as `processes` ranks; returns when all have ended and every one has a record in `folder`."""
+) -> bool:
+    """Run the body as `processes` ranks; returns when all have ended and every one has a record in `folder`.
+
+    True if this process was told to stop, which ranks that were ending anyway don't say.
+    """
     torch.set_num_threads(1)  # also: a parent with no thread pool is safe to fork
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -66,8 +69,10 @@ def supervise(
             store = torch.distributed.TCPStore(
                 "127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
             )
-            _Watch(children, folder, wait_deadline_seconds + SURVIVORS_GRACE_SECONDS).until_all_ended()
+            watch = _Watch(children, folder, wait_deadline_seconds + SURVIVORS_GRACE_SECONDS)
+            watch.until_all_ended()
             del store
+            return watch.told_to_stop or signal.sigtimedwait(WATCHED - {signal.SIGCHLD}, 0) is not None
         finally:
             for child in children:  # only after an error of the supervisor's own are there any left
                 with contextlib.suppress(ProcessLookupError):
@@ -109,6 +114,7 @@ class _Watch:
         self.children = children
         self.folder = folder
         self.grace_seconds = grace_seconds
+        self.told_to_stop = False
         self.terminate_at: float | None = None
         self.kill_at: float | None = None
 
@@ -116,7 +122,8 @@ class _Watch:
         while self.children:
             received = signal.sigtimedwait(WATCHED, self._patience())
             if received is not None and received.si_signo != signal.SIGCHLD:
-                self.terminate_at = time.monotonic()  # told to stop: no grace
+                self.told_to_stop = True
+                self.terminate_at = time.monotonic()  # no grace
             self._reap()
             now = time.monotonic()
             if self.terminate_at is not None and now >= self.terminate_at and self.kill_at is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import struct
 import subprocess
 import sys
@@ -18,10 +20,11 @@ from launch_stub import report
 from dcp_decode import numerics
 from dcp_decode import soak as rounds
 from dcp_decode.config import load_config
+from dcp_decode.control.plane import ControlPlane
 from dcp_decode.errors import VERIFIED, WAIT_EXPIRED, WRONG_RESULT
 from dcp_decode.faults import SENTINELS, Corruption, FaultPlan, Place, Sentinel
 from dcp_decode.rank_process import Body
-from dcp_decode.records import make_plan
+from dcp_decode.records import RankReport, make_plan
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -295,6 +298,26 @@ def test_a_soak_fails_on_another_digest(digest: str) -> None:
     if not equal:
         assert conclusion.error == "wrong result: digest another of round 2, undisturbed it is undisturbed"
         assert seen == [0, 1, 2]
+
+
+def test_a_soak_that_is_told_to_stop_as_a_round_ends_starts_no_other() -> None:
+    config = load_config(None, {"model.heads": 16, "parallel.dcp": 2})
+
+    def body(_: ControlPlane) -> RankReport:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the rank ends in order all the same
+        os.kill(os.getppid(), signal.SIGINT)
+        return report(digest="any")
+
+    seen: list[int] = []
+    conclusion = rounds.soak(
+        make_plan("soak", config, "builtin", None),
+        config,
+        ("delays",),
+        3.0,
+        lambda *_: body,
+        lambda one: seen.append(one.number),
+    )
+    assert (seen, conclusion.exit_code, conclusion.error) == ([0], WAIT_EXPIRED, "told to stop")
 
 
 def test_a_soak_refuses_what_it_cannot_survive(tmp_path: Path) -> None:
