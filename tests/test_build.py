@@ -186,11 +186,12 @@ def test_other_schemas_are_refused(copied, geometry):
     [
         (["--arch", "sm_80"], ("--arch", "sm_80", "sm_90a, sm_100a, sm_103a")),
         (["--arch", "sm_90a", "--batches", "five"], ("--batches", "five", "whole numbers")),
+        (["--arch", "sm_90a", "--output", "/proc"], ("--output", "/proc", "a folder to write to")),
         (["--arch", "sm_90a", "--batches", "99"], ("batch", "99", "1 .. mailbox capacity 20")),
     ],
 )
 def test_bad_options_are_refused(options, words, tmp_path, capsys):
-    assert run_command(["build", *options, "--output", str(tmp_path / "kernels")]) == 2
+    assert run_command(["build", "--output", str(tmp_path / "kernels"), *options]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert all(word in message for word in words)

@@ -214,7 +214,7 @@ def _link(folder: Path, library: Path) -> None:
     except subprocess.TimeoutExpired:
         raise UnsupportedEnvironment(f"{command[0]} did not link {library.name} within {LINK_SECONDS} s") from None
     if done.returncode:
-        raise UnsupportedEnvironment(f"{command[0]} can't link {library.name}: {done.stderr.strip()[-1000:]}")
+        raise UnsupportedEnvironment(f"{command[0]} can't link {library.name}: {' '.join(done.stderr.split())[-1000:]}")
 
 
 def _linked_libraries() -> tuple[Path, Path]:
@@ -237,5 +237,7 @@ def _linked_libraries() -> tuple[Path, Path]:
 def _make_folder(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):  # before the minutes of compiling
+            pass
     except OSError as error:
-        raise UnsupportedEnvironment(f"--output {output}: can't be made ({error.strerror})") from None
+        raise ConfigError("--output", str(output), f"must be a folder to write to ({error.strerror})") from None
