@@ -128,7 +128,8 @@ class CheckpointSection(Section):
 
     The own point: service.draft_tokens + 1 rows, model.heads heads, model.topk / parallel.dcp keys a row. batches,
     keys and heads each vary one of these; compared_* name those of them at which peers are measured too.
-    sweep: time every kernel variant at the compared points.
+    sweep: time every kernel variant at the compared points. fused_chain: time the chain of one launch too; off by
+    default, since no GPU has compared its present form bit by bit.
     """
 
     mode: Literal["solo", "loopback", "group"] = "solo"
@@ -139,6 +140,7 @@ class CheckpointSection(Section):
     compared_batches: tuple[Annotated[Whole, Field(ge=1, le=512)], ...] = ()
     compared_keys: tuple[Annotated[Whole, Field(ge=1, le=MAX_TOPK)], ...] = ()
     sweep: Flag = False
+    fused_chain: Flag = False
 
 
 class RunConfig(Section):

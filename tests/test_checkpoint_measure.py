@@ -73,7 +73,7 @@ def small_config(**overrides: object) -> RunConfig:
     settings: dict[str, object] = {
         "model.heads": 16, "model.topk": 32, "model.layers": LAYERS, "parallel.dcp": 2, "service.draft_tokens": 1,
         "checkpoint.samples": 5, "checkpoint.batches": [1, 3], "checkpoint.compared_batches": [1],
-        "checkpoint.sweep": True,
+        "checkpoint.sweep": True, "checkpoint.fused_chain": True,
     }  # fmt: skip
     return load_config(None, settings | overrides)
 
@@ -115,6 +115,11 @@ def test_points_peers_floors_sweep_and_step_are_all_there() -> None:
     assert all(step["within"] and step["layers"] == LAYERS for step in keys["step"])
     assert keys["failures"] == []
     assert measured.passed.worst.error <= measured.passed.worst.bound
+
+
+def test_the_fused_chain_is_timed_only_when_asked_for() -> None:
+    point = run(small_config(**{"checkpoint.fused_chain": False}), quick=True)[0].keys["points"][0]
+    assert list(point["stages"]) == ["query_push", "sparse_decode", "merge", "chain"]
 
 
 def test_quick_measures_the_own_point_alone() -> None:

@@ -187,8 +187,9 @@ class _PointRun:
         }
 
     def _fused(self, label: str) -> dict[Subject, Passed]:
-        """The fused chain, if it is not refused here and passes its gate, with what it passes with."""
-        fused = self.ranks.fused_subject() if self.config.push else None
+        """The fused chain, if it is asked for, not refused here and passes its gate, with what it passes with."""
+        wanted = self.checkpoint.config.checkpoint.fused_chain and self.config.push
+        fused = self.ranks.fused_subject() if wanted else None
         if fused is None:
             return {}
         passed = self._attempt(self.gate.check_chain, fused, self.config, f"{label}, {fused.name}")

@@ -19,7 +19,7 @@ The 16 compute warps of a CTA are those of `SparseDcpDecode`; the query warps do
 
 Every bit is that of the stages: the same decode, and the merge sums in the same order.
 
-State: opt-in. No run launches it; the checkpoint (as `fused_chain`) and the GPU tests do. Its first form (the same
+State: opt-in. No run launches it; the checkpoint (with `fused_chain = true`) and the GPU tests do. Its first form (the same
 protocol, numbering and merge; one poll after the other) passed all GPU tests bit by bit on an H200. This form has been
 timed there, without an expired wait, but its bits have not been compared yet: `tests/gpu/test_chain.py` does that.
 
