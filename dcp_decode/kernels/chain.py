@@ -19,9 +19,9 @@ The 16 compute warps of a CTA are those of `SparseDcpDecode`; the query warps do
 
 Every bit is that of the stages: the same decode, and the merge sums in the same order.
 
-State: opt-in. No run launches it; the checkpoint (with `fused_chain = true`) and the GPU tests do. Its first form (the same
-protocol, numbering and merge; one poll after the other) passed all GPU tests bit by bit on an H200. This form has been
-timed there, without an expired wait, but its bits have not been compared yet: `tests/gpu/test_chain.py` does that.
+State: opt-in. No run launches it; the checkpoint (with `fused_chain = true`) and the GPU tests do. Its first form (the
+same protocol, numbering and merge; one poll after the other) passed all GPU tests bit by bit on an H200. This form has
+been timed there, without an expired wait, but its bits have not been compared yet: `tests/gpu/test_chain.py` does that.
 
 Measured (one H200, solo: peers' words in place, own words through the own mailbox; CUDA graphs with programmatic
 dependent launch, slope between graphs of 4 and 16 launches, 96 heads, 256 keys a row, D 8; us, of a build one
