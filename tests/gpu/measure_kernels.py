@@ -1,7 +1,7 @@
 """What a GPU says about the kernels' correctness, in one JSON document: `python tests/gpu/measure_kernels.py OUTPUT`.
 
-Runs `pytest -m gpu` on this folder (cases with their worst error, bound and verdict), then a small use of both routes
-under compute-sanitizer. Exit code 0 if all of it is clean. What the kernels take is `dcp-decode checkpoint`'s to say.
+Runs `pytest -m gpu` on the kernels' own tests (cases with their worst error, bound and verdict), then a small use of both
+routes under compute-sanitizer. Exit code 0 if all of it is clean. What the kernels take is `dcp-decode checkpoint`'s to say.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import time
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+# Side by side, a process each: tests of times and of several processes don't go together with others on one GPU.
+KERNEL_TESTS = ("test_chain.py", "test_sparse.py", "test_stages.py")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 
 def run_cases(seconds: int) -> list[dict]:
-    """One entry a test case of the folder, a process for each file; an incomplete file is a failed case more."""
+    """One entry a test case, a process for each file; an incomplete file is a failed case more."""
     cases = []
     with tempfile.TemporaryDirectory() as folder:
         running = []
-        for path in sorted(FOLDER.glob("test_*.py")):
+        for path in map(FOLDER.joinpath, KERNEL_TESTS):
             report = Path(folder) / f"{path.stem}.json"
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=25"]
             command += ["-m", "gpu", str(path)]
