@@ -1,7 +1,8 @@
 """What a GPU says about the kernels' correctness, in one JSON document: `python tests/gpu/measure_kernels.py OUTPUT`.
 
-Runs `pytest -m gpu` on the kernels' own tests (cases with their worst error, bound and verdict), then a small use of both
-routes under compute-sanitizer. Exit code 0 if all of it is clean. What the kernels take is `dcp-decode checkpoint`'s to say.
+Runs `pytest -m gpu` on the kernels' own tests (cases with their worst error, bound and verdict), then a small use of
+both routes under compute-sanitizer. Exit code 0 if all of it is clean. What the kernels take is `dcp-decode
+checkpoint`'s to say.
 """
 
 from __future__ import annotations
