@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dcp_decode.config import RunConfig
+from dcp_decode.errors import WAIT_EXPIRED
 
 # ok: ended in order. failed: a typed error, or a wrong result. crashed: an unexpected exception. terminated: told to
 # stop (SIGTERM). killed: ended without a word of its own (written by the launcher for the rank, or supposed).
@@ -124,6 +125,12 @@ def read_records(folder: Path) -> dict[int, RankRecord]:
     """The records present, by rank."""
     records = (RankRecord(**json.loads(path.read_text())) for path in folder.glob("rank-*.json"))
     return {record.rank: record for record in sorted(records, key=lambda record: record.rank)}
+
+
+def stopped(rank: int) -> RankRecord:
+    """Of a rank that was ended, as all were, before it could leave a record."""
+    now, error = time.time(), "told to stop"
+    return RankRecord(rank, 0, "", "terminated", WAIT_EXPIRED, now, error, consequence=True)
 
 
 def await_records(folder: Path, processes: int, patience_seconds: float) -> dict[int, RankRecord]:

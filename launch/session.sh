@@ -74,14 +74,13 @@ prepare() {
 
 # launch COMMAND...: runs it, hands on a signal to it, then ends the script with the contract's exit code.
 launch() {
-  local child code=0
+  local child code=0 options=()
   "$@" &
   child=$!
-  trap 'kill -TERM "$child" 2>/dev/null || true' INT TERM HUP
+  trap 'options=(--stopped); kill -TERM "$child" 2>/dev/null || true' INT TERM HUP
   while kill -0 "$child" 2>/dev/null; do
     wait "$child" || true # returns early when a trap ran
   done
-  local options=()
   if ((nodes > 1)); then
     options+=(--patience 10) # other nodes' records come through a shared file system
   fi

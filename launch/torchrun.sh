@@ -12,4 +12,6 @@ where=(--standalone)
 if ((nodes > 1)); then
   where=(--nnodes "$nodes" --node-rank "$node" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 fi
+# The agent never removes its folder of logs; the dot keeps it out of a forensics archive.
+where+=(--log-dir "$plan/.torchrun")
 launch "$bin/python" -m dcp_decode.control.agent "${where[@]}" --nproc-per-node "$((ranks / nodes))" -m dcp_decode "$@"

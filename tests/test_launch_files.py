@@ -36,7 +36,8 @@ def two_nodes(folder: Path, *arguments: str) -> list[subprocess.CompletedProcess
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared["DCP_DECODE_RECORDS"] = str(folder / "records")
+    shared |= {"DCP_DECODE_RECORDS": str(folder / "records"), "TMPDIR": str(folder / "temporary")}
+    (folder / "temporary").mkdir(exist_ok=True)
     processes = [
         subprocess.Popen(
             [str(LAUNCH / "torchrun.sh"), *arguments],
@@ -62,6 +63,7 @@ def test_two_nodes_are_one_group_and_node_0_reports(tmp_path: Path) -> None:
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout.splitlines()[-1] == str(output)
     assert second.stdout == ""
+    assert not any((tmp_path / "temporary").iterdir())
     document = json.loads(output.read_text())
     assert (document["verified"], document["launcher"], document["ranks"]) == (True, "torchrun", 2)
     # The same folder again would mix up the records of two runs.

@@ -11,7 +11,7 @@ from dcp_decode.cli import run_command
 from dcp_decode.config import load_config
 from dcp_decode.errors import BAD_INPUT, WAIT_EXPIRED, ConfigError
 from dcp_decode.mailbox import Stage
-from dcp_decode.records import RankRecord, make_plan
+from dcp_decode.records import RankRecord, make_plan, write_plan
 from dcp_decode.results import STAGE_ORDER, NotWritten, conclude, require_writable, write_document
 
 
@@ -47,6 +47,15 @@ def test_a_killed_rank_comes_before_those_that_waited_for_it() -> None:
     assert conclusion.dead_ranks == (1,)
     assert conclusion.error is not None
     assert conclusion.error.startswith("rank 1 died")
+
+
+@pytest.mark.parametrize(("options", "error"), [(["--stopped"], "told to stop"), ([], "rank 0 died: ")])
+def test_ranks_that_were_stopped_before_they_started_are_not_blamed(
+    options: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(tmp_path, make_plan("run", load_config(), "torchrun", str(tmp_path / "run.json")))
+    assert run_command(["conclude", str(tmp_path), *options]) == WAIT_EXPIRED
+    assert capsys.readouterr().err.startswith(f"error: {error}")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 @click.command(hidden=True)
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--patience", type=float, default=0.0, help="Seconds to wait for records that are not there yet.")
+@click.option("--stopped", is_flag=True, help="A rank without a record was told to stop before it could say so.")
 @click.option("--silent", is_flag=True, help="Only the exit code: another node reports.")
-def conclude(folder: Path, patience: float, silent: bool) -> int:
+def conclude(folder: Path, patience: float, silent: bool, stopped: bool) -> int:
     """Write the JSON document of a run from the records in FOLDER; exit as the contract says."""
     from dcp_decode import records, results
     from dcp_decode.forensics.conclusion import keep
@@ -27,7 +28,10 @@ def conclude(folder: Path, patience: float, silent: bool) -> int:
         plan = records.read_plan(folder)
     except OSError as error:
         raise UnsupportedEnvironment(f"no plan of a run in {folder} ({error.strerror})") from None
-    conclusion = results.conclude(plan, records.await_records(folder, plan.processes, patience))
+    ended = records.await_records(folder, plan.processes, patience)
+    if stopped:
+        ended = {rank: ended.get(rank) or records.stopped(rank) for rank in range(plan.processes)}
+    conclusion = results.conclude(plan, ended)
     if silent:
         return conclusion.exit_code
     if plan.command != "doctor":
