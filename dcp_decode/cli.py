@@ -51,7 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.flush()
     except OSError as error:
         exit_code = exit_code or BAD_INPUT
-        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"error: standard output: {error.strerror}", file=sys.stderr, flush=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
     sys.exit(exit_code)
 
@@ -92,7 +93,8 @@ def _refuse(error: DcpDecodeError, environment: Mapping[str, str]) -> int:
                 RankRecord(rank, os.getpid(), socket.gethostname(), "failed", error.exit_code, now, str(error)),
             )
     if rank == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the exit code still says it
+            print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         # The first rank to leave makes torchrun and mpirun end the others: that must be rank 0, after its line.
         time.sleep(REFUSAL_SECONDS)

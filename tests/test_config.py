@@ -153,6 +153,7 @@ def test_config_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.Captur
     ("redirection", "exit_code", "error"),
     [
         (">/dev/full", BAD_INPUT, "No space left on device"),
+        (">/dev/full 2>/dev/full", BAD_INPUT, None),
         (">&- <&-", 0, None),
         ("| (exec <&-; sleep 0.5)", BAD_INPUT, "Broken pipe"),
     ],

@@ -150,7 +150,9 @@ def test_ports_that_cannot_be_used_are_refused(capsys: pytest.CaptureFixture[str
         port = taken.getsockname()[1]
         with pytest.raises(UnsupportedEnvironment, match=f"rank 0: no metrics on 127.0.0.1:{port} "):
             serve_metrics(MetricsSettings(port, "127.0.0.1", 1.0), CONFIG, SoloControlPlane()).__enter__()
-    for arguments in (["--metrics-port", "0"], ["--metrics-port", "9000", "--stalled-after", "0"]):
+    given = ["--metrics-port", "9000"]
+    addresses = ([*given, "--metrics-address", address] for address in ("", "a\udcff"))
+    for arguments in (["--metrics-port", "0"], [*given, "--stalled-after", "0"], *addresses):
         assert run_command(["run", *arguments]) == BAD_INPUT
         assert capsys.readouterr().err.count("\n") == 1
 

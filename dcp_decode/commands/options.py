@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dcp_decode.config import RunConfig, load_config
-from dcp_decode.errors import VERIFIED
+from dcp_decode.errors import VERIFIED, ConfigError
 from dcp_decode.records import make_plan, write_plan
 from dcp_decode.results import require_writable
 
@@ -85,7 +85,10 @@ def read_metrics(options: dict[str, Any]) -> MetricsSettings | None:
         return None
     from dcp_decode.metrics import MetricsSettings  # imports prometheus_client
 
-    return MetricsSettings(options["metrics_port"], options["metrics_address"], options["stalled_after"])
+    address = options["metrics_address"]
+    if not address or not address.isascii():  # empty would be all addresses of this host
+        raise ConfigError("--metrics-address", address, "must be a host name or an IPv4 address in ASCII")
+    return MetricsSettings(options["metrics_port"], address, options["stalled_after"])
 
 
 def prepare_launch(folder: Path, command: str, config: RunConfig, launcher: str, output: str | None) -> int:
