@@ -163,7 +163,8 @@ def test_survivors_that_hang_are_terminated_then_killed(tmp_path: Path) -> None:
 
 def start_stub(behaviour: str, size: int, output: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """The stub `wait` under the built-in launcher, with the process ids of its ranks."""
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    # Its folder of records stays behind if it is killed: not in the machine's.
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(output.parent)}
     process = subprocess.Popen(
         [sys.executable, str(STUB), behaviour, str(size), str(output)],
         stdout=subprocess.PIPE,
