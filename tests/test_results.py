@@ -58,6 +58,13 @@ def test_ranks_that_were_stopped_before_they_started_are_not_blamed(
     assert capsys.readouterr().err.startswith(f"error: {error}")
 
 
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_a_damaged_plan_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    assert run_command(["conclude", str(tmp_path)]) == BAD_INPUT
+    assert capsys.readouterr().err == f"error: no plan of a run in {tmp_path} (it is damaged)\n"
+
+
 @pytest.mark.parametrize(
     ("output", "reason"),
     [

@@ -26,8 +26,9 @@ def conclude(folder: Path, patience: float, silent: bool, stopped: bool) -> int:
 
     try:
         plan = records.read_plan(folder)
-    except OSError as error:
-        raise UnsupportedEnvironment(f"no plan of a run in {folder} ({error.strerror})") from None
+    except (OSError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+        raise UnsupportedEnvironment(f"no plan of a run in {folder} ({reason})") from None
     ended = records.await_records(folder, plan.processes, patience)
     if stopped:
         ended = {rank: ended.get(rank) or records.stopped(rank) for rank in range(plan.processes)}
