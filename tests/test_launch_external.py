@@ -159,7 +159,10 @@ def test_rank_killed_in_a_verify_step_stops_all(launcher: str, tmp_path: Path) -
     assert "Traceback" not in errors
     survivors = [record for record in document["records"] if record["rank"] != dead]
     assert len(survivors) == 3
-    assert document["expired_waits"], document["records"]
+    # A launcher that is not ours ends the survivors at once, perhaps before any of them waits for the dead rank.
+    ended_early = all(record["outcome"] == "terminated" for record in survivors)
+    assert document["expired_waits"] or ended_early, document["records"]
+    assert not (ended_early and launcher == "builtin"), document["records"]
     assert all(str(dead) in record["dead_peers"] or record["outcome"] == "terminated" for record in survivors)
     # Told to stop at once, and killed 0.25 s later by mpirun: every survivor still left its evidence.
     assert (document["first_cause"]["kind"], document["first_cause"]["rank"]) == ("dead rank", dead)
