@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dcp_decode.commands.options import FiniteRange, prepare_launch
+from dcp_decode.commands.options import FiniteRange, launch_options, prepare_launch
 from dcp_decode.config import RunConfig, load_config
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ LATENCY_CHECKPOINT = Path(__file__).resolve().parent.parent.parent / "configs" /
     "--render", type=click.Path(path_type=Path), help="Measure nothing: write the HTML report of this document."
 )
 @click.option("--slowdown", type=FiniteRange(min=0), default=0.0, hidden=True)
-@click.option("--prepare", type=click.Path(file_okay=False, path_type=Path), hidden=True)
-@click.option("--launcher", type=str, default="builtin", hidden=True)
+@launch_options
 def checkpoint(
     config: Path | None,
     mode: str | None,
@@ -45,7 +44,7 @@ def checkpoint(
     render: Path | None,
     slowdown: float,
     prepare: Path | None,
-    launcher: str,
+    launched_by: str,
 ) -> int:
     """Measure CONFIG (default: configs/latency_checkpoint.toml) on a GPU; write a JSON document and an HTML report.
 
@@ -59,7 +58,7 @@ def checkpoint(
         config or LATENCY_CHECKPOINT, {key: value for key, value in overrides.items() if value is not None}
     )
     if prepare is not None:  # launch/*.sh: leave the plan for `conclude`, say how many ranks to start
-        return _prepare(prepare, configured, launcher, output)
+        return _prepare(prepare, configured, launched_by, output)
     from dcp_decode.checkpoint.presentation import publish
     from dcp_decode.launcher import execute
 
@@ -76,13 +75,13 @@ def _place(path: Path, overrides: dict[str, object]) -> RunConfig:
     return load_config(path, overrides | placed)
 
 
-def _prepare(folder: Path, config: RunConfig, launcher: str, output: str | None) -> int:
+def _prepare(folder: Path, config: RunConfig, launched_by: str, output: str | None) -> int:
     from dcp_decode.errors import UnsupportedEnvironment
 
     mode = config.checkpoint.mode
     if mode != "group":
-        raise UnsupportedEnvironment(f"checkpoint.mode = {mode!r} runs in one process: start it without {launcher}")
-    return prepare_launch(folder, "checkpoint", config, launcher, output)
+        raise UnsupportedEnvironment(f"checkpoint.mode = {mode!r} runs in one process: start it without {launched_by}")
+    return prepare_launch(folder, "checkpoint", config, launched_by, output)
 
 
 def _run_rank(config: RunConfig, quick: bool, slowdown: float, control: ControlPlane) -> RankReport:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dcp_decode.commands.options import config_options, prepare_launch, read_config
+from dcp_decode.commands.options import config_options, launch_options, prepare_launch, read_config
 from dcp_decode.config import RunConfig
 from dcp_decode.errors import BAD_INPUT, VERIFIED
 from dcp_decode.records import RECORDS_VARIABLE, Outcome, RankRecord, write_record
@@ -35,8 +35,7 @@ PLAIN_WIDTH = 200  # of a line when standard output is no terminal
     multiple=True,
     help="A folder of kernels to match; repeatable.",
 )
-@click.option("--prepare", type=click.Path(file_okay=False, path_type=Path), hidden=True)
-@click.option("--launcher", "launched_by", type=str, default="builtin", hidden=True)
+@launch_options
 def doctor(
     config: Path | None,
     as_json: bool,

@@ -62,6 +62,12 @@ def config_overrides(command: Command) -> Command:
     return command
 
 
+def launch_options(command: Command) -> Command:
+    """The hidden options of the scripts in launch/, whose values `prepare_launch` takes: prepare, launched_by."""
+    launcher = click.option("--launcher", "launched_by", type=str, default="builtin", hidden=True)
+    return click.option("--prepare", type=click.Path(file_okay=False, path_type=Path), hidden=True)(launcher(command))
+
+
 def metrics_options(command: Command) -> Command:
     """The options of `read_metrics`."""
     for option in (

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dcp_decode.commands.options import config_options, metrics_options, prepare_launch, read_config, read_metrics
+from dcp_decode.commands.options import (
+    config_options,
+    launch_options,
+    metrics_options,
+    prepare_launch,
+    read_config,
+    read_metrics,
+)
 from dcp_decode.config import RunConfig
 from dcp_decode.records import RankReport
 
@@ -26,14 +33,13 @@ if TYPE_CHECKING:
     "--output", type=click.Path(dir_okay=False), help="The JSON document; default results/run-<utc>-<pid>.json."
 )
 @click.option("--inject", type=click.Choice(["hang", "wrong-bit"]), help="One fault that the run must end with.")
-@click.option("--prepare", type=click.Path(file_okay=False, path_type=Path), hidden=True)
-@click.option("--launcher", type=str, default="builtin", hidden=True)
+@launch_options
 def run(
     config: Path | None,
     output: str | None,
     inject: str | None,
     prepare: Path | None,
-    launcher: str,
+    launched_by: str,
     **options: Any,
 ) -> int:
     """Verify the requests of a trace over the ranks of CONFIG (default: as configs/smoke.toml).
@@ -42,7 +48,7 @@ def run(
     """
     configured = read_config(config, options)
     if prepare is not None:  # launch/*.sh: leave the plan for `conclude`, say how many ranks to start
-        return prepare_launch(prepare, "run", configured, launcher, output)
+        return prepare_launch(prepare, "run", configured, launched_by, output)
     # torch and what builds on it load only now: a bad config is refused in a fraction of a second.
     from dcp_decode.faults import EXAMPLES, FaultInjector
     from dcp_decode.launcher import execute
