@@ -13,6 +13,8 @@ def describe(rules: Rules, size: Size, step: Step) -> str:
 def _action(rules: Rules, size: Size, step: Step) -> str:
     word = f"query word {step.index}"
     value = "LSE word" if step.index == size.words else f"payload word {step.index}"
+    before = "fence, " if releases(rules, step) else ""  # of a push
+    after = ", fence" if acquires(rules, step) else ""  # of a poll
     if step.kind is Kind.BEGIN:
         what = {1: "CTA for rank", 2: "row of rank", 3: "slot of rank"}[step.stage] + f" {step.peer}"
         reader = f", reader {step.cta}" if step.stage == 2 else ""
@@ -23,15 +25,13 @@ def _action(rules: Rules, size: Size, step: Step) -> str:
     if step.kind is Kind.COUNT_KEYS:
         return f"count keys of the row of rank {step.peer}"
     if step.kind is Kind.PUSH_QUERY:
-        fence = "fence, " if releases(rules, step) else ""
-        return f"{fence}push {word} to rank {step.peer}"
+        return f"{before}push {word} to rank {step.peer}"
     if step.kind is Kind.POLL_QUERY:
-        fence = ", fence" if acquires(rules, step) else ""
-        return f"reader {step.cta} polls {word} from rank {step.peer}{fence}"
+        return f"reader {step.cta} polls {word} from rank {step.peer}{after}"
     if step.kind is Kind.PUSH_CREDIT:
-        return f"{'fence, ' if releases(rules, step) else ''}push credit to rank {step.peer}"
+        return f"{before}push credit to rank {step.peer}"
     if step.kind is Kind.POLL_CREDIT:
-        return f"poll credit from rank {step.peer}{', fence' if acquires(rules, step) else ''}"
+        return f"poll credit from rank {step.peer}{after}"
     if step.kind is Kind.ARM_CREDIT:
         return f"re-arm credit from rank {step.peer}"
     if step.kind is Kind.READ_QUERY:
@@ -39,7 +39,7 @@ def _action(rules: Rules, size: Size, step: Step) -> str:
     if step.kind is Kind.ARM_QUERY:
         return f"reader {step.cta} re-arms {word} from rank {step.peer}"
     if step.kind is Kind.PUSH_VALUE:
-        return f"{'fence, ' if releases(rules, step) else ''}push {value} to rank {step.peer}"
+        return f"{before}push {value} to rank {step.peer}"
     if step.kind is Kind.POLL_VALUE:
-        return f"poll {value} from rank {step.peer}{', fence' if acquires(rules, step) else ''}"
+        return f"poll {value} from rank {step.peer}{after}"
     return f"re-arm {value} from rank {step.peer}"
