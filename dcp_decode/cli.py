@@ -42,7 +42,7 @@ for command in (run, soak, build, checkpoint, compare, doctor, ci_job, explain, 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of the console script and of `python -m dcp_decode`."""
+    """Run one command line (None: this process's), all output flushed; never returns."""
     for name in ("stdin", "stdout", "stderr"):  # those that were closed: no later file may take their descriptors
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
@@ -99,7 +99,3 @@ def _refuse(error: DcpDecodeError, environment: Mapping[str, str]) -> int:
         # The first rank to leave makes torchrun and mpirun end the others: that must be rank 0, after its line.
         time.sleep(REFUSAL_SECONDS)
     return error.exit_code
-
-
-if __name__ == "__main__":
-    main()

@@ -201,6 +201,25 @@ def test_interrupted_parent_stops_its_ranks_and_reports(number: signal.Signals, 
     assert list(read(archive).evidence) == [0, 1, 2, 3]
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dcp_decode.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from dcp_decode.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_during_the_imports_is_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (WAIT_EXPIRED, "error: told to stop (SIGINT)\n")
+
+
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}
 
