@@ -1,7 +1,7 @@
 """GPU tests: gating, and a report of every case for `measure_kernels.py`.
 
 With DCP_KERNEL_REPORT set to a path, the session leaves a JSON list there: one entry a test case with its outcome and
-the worst error and bound of every verdict it required.
+the worst error and bound of every verdict it required. Under xdist the workers' verdicts travel with their reports.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+REPORT = os.environ.get("DCP_KERNEL_REPORT")
+VERDICTS = "verdicts"  # of a case, among the properties of its report
 _verdicts: list[dict] = []
 _cases: list[dict] = []
 
@@ -36,10 +39,13 @@ def _missing() -> str | None:
 
 def _missing_group() -> str | None:
     """Why the tests of several GPUs can't run here, or None."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 or "LOCAL_RANK" not in os.environ:
-        return "needs torchrun with several ranks (make test-multigpu)"
     import torch
+
+    from dcp_decode.launcher import detect_launcher
+
+    size = detect_launcher(os.environ).size
+    if size == 1:
+        return "needs torchrun or mpirun with several ranks (make test-multigpu)"
 
     if torch.cuda.device_count() < size:
         return f"needs a GPU for each of {size} ranks, and {torch.cuda.device_count()} are here"
@@ -56,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "DCP_KERNEL_REPORT" not in os.environ:
+    if REPORT is None:
         return
     from dcp_decode.verdict import Verdict
 
@@ -70,14 +76,22 @@ def pytest_configure(config: pytest.Config) -> None:
     Verdict.require = record_and_require  # type: ignore[method-assign]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, pytest.TestReport, object]:
+    report = yield
+    if REPORT is not None and call.when == "call":
+        report.user_properties.append((VERDICTS, list(_verdicts)))
+        _verdicts.clear()
+    return report
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+    if REPORT is None or "PYTEST_XDIST_WORKER" in os.environ:  # the process that started the workers hears of all cases
+        return
+    if report.when == "call" or report.outcome == "failed" or (report.when == "setup" and report.outcome == "skipped"):
         case = {"test": report.nodeid.rpartition("/")[2], "outcome": report.outcome, "seconds": report.duration}
         if report.outcome == "failed":
             case["error"] = str(report.longrepr)[-2000:]
-        _cases.append(case | {"verdicts": list(_verdicts)})
-        _verdicts.clear()
+        _cases.append(case | {VERDICTS: dict(report.user_properties).get(VERDICTS, [])})
         # After every case: a run that is cut short leaves what it has shown.
-        path = os.environ.get("DCP_KERNEL_REPORT")
-        if path:
-            Path(path).write_text(json.dumps(_cases, indent=1) + "\n")
+        Path(REPORT).write_text(json.dumps(_cases, indent=1) + "\n")

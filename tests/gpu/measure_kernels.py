@@ -18,33 +18,25 @@ import time
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# Side by side, a process each: tests of times and of several processes don't go together with others on one GPU.
+# Side by side: tests of times and of several processes don't go together with others on one GPU.
 KERNEL_TESTS = ("test_chain.py", "test_sparse.py", "test_stages.py")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 
-def run_cases(seconds: int) -> list[dict]:
-    """One entry a test case, a process for each file; an incomplete file is a failed case more."""
-    cases = []
+def run_cases(workers: int, seconds: int) -> list[dict]:
+    """One entry a test case; an incomplete run is a failed case more."""
     with tempfile.TemporaryDirectory() as folder:
-        running = []
-        for path in map(FOLDER.joinpath, KERNEL_TESTS):
-            report = Path(folder) / f"{path.stem}.json"
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=25"]
-            command += ["-m", "gpu", str(path)]
+        report = Path(folder) / "cases.json"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(workers), "-m", "gpu"]
+        command += ["-o", "faulthandler_timeout=25", *(str(FOLDER / name) for name in KERNEL_TESTS)]
+        try:
             environment = os.environ | {"DCP_KERNEL_REPORT": str(report)}
-            running.append((path, report, subprocess.Popen(command, env=environment)))
-        end = time.monotonic() + seconds
-        for path, report, process in running:
-            try:
-                code = process.wait(max(1.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                code = f"no end within {seconds} s"
-            if report.exists():
-                cases += json.loads(report.read_text())
-            if code != 0:
-                cases.append({"test": path.name, "outcome": "failed", "error": f"pytest: {code}", "verdicts": []})
+            code = str(subprocess.run(command, env=environment, timeout=seconds, check=False).returncode)
+        except subprocess.TimeoutExpired:
+            code = f"no end within {seconds} s"
+        cases = json.loads(report.read_text()) if report.exists() else []
+    if code != "0":
+        cases.append({"test": "all", "outcome": "failed", "error": f"pytest: {code}", "verdicts": []})
     return cases
 
 
@@ -74,6 +66,7 @@ def main() -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--commit", help="where the checkout's own history is not at hand")
     parser.add_argument("--cases-only", action="store_true", help="no sanitizers")
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="pytest processes")
     parser.add_argument("--cases-seconds", type=int, default=300)
     parser.add_argument("--sanitizer-seconds", type=int, default=60)
     arguments = parser.parse_args()
@@ -99,7 +92,7 @@ def main() -> int:
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
     write()
-    cases = run_cases(arguments.cases_seconds)
+    cases = run_cases(arguments.workers, arguments.cases_seconds)
     verdicts = [verdict for case in cases for verdict in case["verdicts"] if verdict["error_bound"] > 0]
     worst = max(verdicts, key=lambda verdict: verdict["worst_error"] / verdict["error_bound"], default=None)
     failed = [case["test"] for case in cases if case["outcome"] == "failed"]
