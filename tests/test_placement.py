@@ -10,7 +10,7 @@ import torch
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.fabric import placement
-from dcp_decode.fabric.multicast import forbid_multicast
+from dcp_decode.fabric.multicast import NCCL, NoMulticast, forbid_multicast
 from dcp_decode.fabric.symm_mem import refuse_shared_devices
 
 
@@ -85,10 +85,12 @@ def test_one_process_runs_all_ranks_that_would_share_gpus(monkeypatch, fabric, d
 
 def test_multicast_is_turned_off_or_refused():
     environment = {"OTHER": "0"}
-    forbid_multicast(environment, ("NO_MULTICAST",))
+    forbid_multicast(environment, NoMulticast("NO_MULTICAST", "1"))
     assert environment == {"OTHER": "0", "NO_MULTICAST": "1"}
+    forbid_multicast(environment, NCCL)
+    assert environment["NCCL_NVLS_ENABLE"] == "0"
     with pytest.raises(UnsupportedEnvironment, match="NO_MULTICAST=0"):
-        forbid_multicast({"NO_MULTICAST": "0"}, ("NO_MULTICAST",))
+        forbid_multicast({"NO_MULTICAST": "0"}, NoMulticast("NO_MULTICAST", "1"))
 
 
 def test_symm_mem_names_the_ranks_that_share_a_gpu():

@@ -17,13 +17,14 @@ from dcp_decode.device_rank import step_batches
 from dcp_decode.doctor.facts import Import, RankFacts
 from dcp_decode.doctor.gpus import Gpu
 from dcp_decode.errors import ConfigError, UnsupportedEnvironment
+from dcp_decode.fabric.multicast import NVSHMEM, SYMMETRIC_MEMORY, forbid_multicast
 from dcp_decode.fabric.placement import LEAST_CAPABILITY
 from dcp_decode.kernels.aot import check_build, read_manifest
 from dcp_decode.kernels.sparse_config import ARCHITECTURES, sparse_for
 from dcp_decode.launcher import Launcher, check_world
 from dcp_decode.mailbox import MailboxLayout
 
-NO_MULTICAST = {"nvshmem": "NVSHMEM_DISABLE_NVLS", "symm_mem": "TORCH_SYMM_MEM_DISABLE_MULTICAST"}
+NO_MULTICAST = {"nvshmem": NVSHMEM, "symm_mem": SYMMETRIC_MEMORY}
 GPU_FABRICS = ("nvshmem", "symm_mem")
 MIB = 2**20
 
@@ -283,11 +284,11 @@ class _Group:
         return ""
 
     def _multicast(self, fabric: str) -> str:
-        variable = NO_MULTICAST[fabric]
         for facts in self.ranks:
-            given = facts.variables.get(variable, "1")
-            if given != "1":
-                return f"rank {facts.rank}: {variable}={given}, and multicast is never used: unset it or set it to 1"
+            try:
+                forbid_multicast(dict(facts.variables), NO_MULTICAST[fabric])
+            except UnsupportedEnvironment as refusal:
+                return f"rank {facts.rank}: {refusal}"
         return ""
 
     def _imports(self, package: str) -> str:

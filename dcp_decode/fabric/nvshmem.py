@@ -20,9 +20,7 @@ import torch
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.fabric.memory import SymmetricMemory, address_table
-from dcp_decode.fabric.multicast import forbid_multicast
-
-NO_MULTICAST = ("NVSHMEM_DISABLE_NVLS",)
+from dcp_decode.fabric.multicast import NVSHMEM, forbid_multicast
 
 
 class NvshmemFabric:
@@ -39,7 +37,7 @@ class NvshmemFabric:
         torch.cuda.set_device(device)
         refusal = ""
         try:
-            forbid_multicast(os.environ, NO_MULTICAST)
+            forbid_multicast(os.environ, NVSHMEM)
             self._nvshmem = _load()
             identity = self._nvshmem.get_unique_id(empty=control.rank != 0)
         except (ImportError, OSError, RuntimeError, UnsupportedEnvironment) as error:

@@ -7,6 +7,7 @@ GPU are refused here, before torch would fail in a collective call ("detected al
 from __future__ import annotations
 
 import os
+import secrets
 from datetime import timedelta
 
 import torch
@@ -15,9 +16,8 @@ import torch.distributed
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.fabric.memory import SymmetricMemory, address_table
-from dcp_decode.fabric.multicast import forbid_multicast
+from dcp_decode.fabric.multicast import SYMMETRIC_MEMORY, forbid_multicast
 
-NO_MULTICAST = ("TORCH_SYMM_MEM_DISABLE_MULTICAST",)
 GROUP_SECONDS = 120
 
 
@@ -31,13 +31,15 @@ class SymmMemFabric:
         self.size = control.size
         self.local_ranks: tuple[int, ...] = (control.rank,)
         self.device = device
-        forbid_multicast(os.environ, NO_MULTICAST)
+        forbid_multicast(os.environ, SYMMETRIC_MEMORY)
         torch.cuda.set_device(device)
         refuse_shared_devices(control.all_gather(_identity(control, device), "devices of symmetric memory"))
         self._group: torch.distributed.ProcessGroup | None = None
+        # Keys of its own: gloo would connect to the addresses that an earlier group of these ranks has left.
+        name = control.broadcast(secrets.token_hex(8), "name of the group")
         torch.distributed.init_process_group(
             "gloo",
-            store=torch.distributed.PrefixStore("symm_mem", control.torch_store()),
+            store=torch.distributed.PrefixStore(f"symm_mem/{name}", control.torch_store()),
             rank=control.rank,
             world_size=control.size,
             timeout=timedelta(seconds=GROUP_SECONDS),

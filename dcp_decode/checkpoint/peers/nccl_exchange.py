@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from dcp_decode import numerics
 from dcp_decode.checkpoint.peers.adapter import PeerFacts
 from dcp_decode.checkpoint.timing import Series
 from dcp_decode.control.plane import ControlPlane
+from dcp_decode.fabric.multicast import NCCL, forbid_multicast
 from dcp_decode.geometry import Geometry
 
 GROUP_SECONDS = 120
@@ -31,6 +33,7 @@ class NcclExchange:
     )
 
     def __init__(self, control: ControlPlane) -> None:
+        forbid_multicast(os.environ, NCCL)
         store = torch.distributed.PrefixStore("nccl", control.torch_store())
         timeout = timedelta(seconds=GROUP_SECONDS)
         if torch.distributed.is_initialized():  # fabric symm_mem has made a gloo group
