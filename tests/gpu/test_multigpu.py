@@ -1,4 +1,4 @@
-"""Several GPUs of one host, one rank each: torchrun --standalone --nproc-per-node N -m pytest -m multigpu.
+"""Several GPUs of one host, one rank each: torchrun --standalone --nproc-per-node N -m pytest -m multigpu, or mpirun.
 
 Every rank runs these tests, and they meet in the runs' own collectives; what only rank 0 checks ends at a barrier.
 """
@@ -17,8 +17,8 @@ from fault_case import check_fault
 from dcp_decode.config import load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.solo import SoloControlPlane
-from dcp_decode.control.torchrun import connect_torchrun
 from dcp_decode.device_steps import StepPolicy
+from dcp_decode.launcher import connect, detect_launcher
 from dcp_decode.run import TIMED_REPLAYS, run_rank
 
 pytestmark = [pytest.mark.multigpu, pytest.mark.timeout(300)]
@@ -30,7 +30,7 @@ FABRICS = ["nvshmem", "symm_mem"]
 
 @pytest.fixture(scope="module")
 def control() -> Iterator[ControlPlane]:
-    plane = connect_torchrun(os.environ, 240.0)  # rank 0 alone runs the loopback, and the groups with faults
+    plane = connect(detect_launcher(os.environ), 240.0)  # rank 0 alone runs the loopback, and the groups with faults
     yield plane
     plane.close()
 
