@@ -21,6 +21,8 @@ LATENCY_CHECKPOINT = Path(__file__).resolve().parent.parent.parent / "configs" /
 @click.command()
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option("--mode", type=str, default=None, help="Overrides checkpoint.mode: solo, loopback or group.")
+@click.option("--dcp", type=int, default=None, help="Overrides parallel.dcp.")
+@click.option("--fabric", type=str, default=None, help="Overrides parallel.fabric, of mode group.")
 @click.option("--samples", type=int, default=None, help="Overrides checkpoint.samples.")
 @click.option("--quick", is_flag=True, help="Only the model's own point, with Triton as the one peer.")
 @click.option(
@@ -37,6 +39,8 @@ LATENCY_CHECKPOINT = Path(__file__).resolve().parent.parent.parent / "configs" /
 def checkpoint(
     config: Path | None,
     mode: str | None,
+    dcp: int | None,
+    fabric: str | None,
     samples: int | None,
     quick: bool,
     output: str | None,
@@ -53,7 +57,12 @@ def checkpoint(
     """
     if render is not None:
         return _render(render, html)
-    overrides = {"checkpoint.mode": mode, "checkpoint.samples": samples}
+    overrides = {
+        "checkpoint.mode": mode,
+        "parallel.dcp": dcp,
+        "parallel.fabric": fabric,
+        "checkpoint.samples": samples,
+    }
     configured = _place(
         config or LATENCY_CHECKPOINT, {key: value for key, value in overrides.items() if value is not None}
     )

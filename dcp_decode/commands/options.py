@@ -39,6 +39,7 @@ OVERRIDES: dict[str, tuple[str, type]] = {
     "--max-steps": ("service.max_steps", int),
     "--layers": ("model.layers", int),
     "--verify": ("verify.mode", str),
+    "--dcp": ("parallel.dcp", int),
     "--fabric": ("parallel.fabric", str),
     "--route": ("parallel.route", str),
     "--device": ("parallel.device", str),
@@ -46,6 +47,7 @@ OVERRIDES: dict[str, tuple[str, type]] = {
     "--execution": ("parallel.execution", str),
     "--interleave": ("parallel.interleave", int),
     "--generations": ("mailbox.generations", int),
+    "--pages": ("cache.pages", int),
     "--deadline": ("mailbox.deadline_seconds", float),
 }
 
