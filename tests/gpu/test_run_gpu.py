@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ pytest.importorskip("pydantic", reason="the service's config needs pydantic")
 
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.solo import SoloControlPlane
-from dcp_decode.device_steps import StepPolicy
+from dcp_decode.device_steps import DeviceSteps, StepPolicy
 from dcp_decode.errors import WAIT_EXPIRED
 from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.kernels.stages import GpuStages
@@ -107,9 +108,15 @@ def test_host_work_of_a_replayed_step():
 
 
 def test_an_expired_wait_in_a_replay_names_the_silent_rank_and_ends_the_rest_at_once(monkeypatch):
-    """Rank 3 pushes no query in the captured graph: every rank's decode of layer 0 waits for it, then nobody waits."""
-    deadline, layers = 0.05, 24
-    push = GpuStages.query_push
+    """Rank 3 pushes no query in the captured graph: every rank's decode of layer 0 waits for it, then nobody waits.
+
+    So the replay takes a deadline a rank more than those that find the abort words set. Without them the other 23
+    layers' decodes would add 8 * 23 deadlines, their merges as much again.
+    """
+    deadline, ranks, layers = 0.05, 8, 24
+    push, wait_for = GpuStages.query_push, DeviceSteps._wait_for
+    waited: list[float] = []
+    steps: list[DeviceSteps] = []
 
     def all_but_rank_3(stages: GpuStages, query: torch.Tensor) -> None:
         if stages.rank != 3:
@@ -118,19 +125,33 @@ def test_an_expired_wait_in_a_replay_names_the_silent_rank_and_ends_the_rest_at_
     def silence(progress) -> None:
         if progress.steps == 1:  # it ran eagerly; the second step is captured
             monkeypatch.setattr(GpuStages, "query_push", all_but_rank_3)
-            started.append(time.perf_counter())
 
-    started: list[float] = []
+    def timed_wait(one: DeviceSteps, stream: torch.cuda.Stream) -> None:
+        started = time.perf_counter()
+        wait_for(one, stream)
+        waited.append(time.perf_counter() - started)
+        steps[:] = [one]
+
+    def replay() -> float:
+        started = time.perf_counter()
+        steps[0]._newest.graph.replay()
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    monkeypatch.setattr(DeviceSteps, "_wait_for", timed_wait)
     config = one_long_request(model__layers=layers, mailbox__deadline_seconds=deadline)
     with pytest.raises(MailboxTimeout) as failure:
         run_here(config, on_progress=silence)
     waits = failure.value.waits
     assert failure.value.exit_code == WAIT_EXPIRED
-    assert [wait.waiting_rank for wait in waits] == list(range(8))
+    assert [wait.waiting_rank for wait in waits] == list(range(ranks))
     assert {(wait.source_rank, wait.stage) for wait in waits} == {(3, "SPARSE")}
-    # One deadline a rank, one after the other on one stream. Without the abort word, the other 23 layers' decodes would
-    # add 8 * 23 * 0.05 s = 9.2 s, their merges as much again. The capture itself takes most of the rest.
-    assert time.perf_counter() - started[0] < 8 * deadline + 4.0
+    aborted = statistics.median(replay() for _ in range(5))
+    for mailbox in steps[0]._mailboxes:
+        mailbox.abort_word.zero_()
+    waiting_again = replay()
+    for seconds in (waited[-1], waiting_again):
+        assert seconds - aborted == pytest.approx(ranks * deadline, rel=0.15), (seconds, aborted)
 
 
 def test_a_hundred_runs_of_a_fabric_leak_nothing():
