@@ -107,7 +107,11 @@ class Family:
 SEED_FAMILY = Family("seed", split=4, chunk=64)
 # The same split and anchors, so the same twin; another order of the FP32 sums (`kernels.sparse_probabilities`).
 PROBABILITIES_FAMILY = Family("probabilities", split=4, chunk=64)
-FAMILIES = {family.name: family for family in (SEED_FAMILY, PROBABILITIES_FAMILY)}
+# Split and chunk of `kernels.warpgroup` are choices; P is E4M3 there too, multiplied as f16, which holds it exactly.
+WARPGROUP_FAMILIES = [
+    Family(f"warpgroup_{split}x{chunk}", split, chunk) for split in (1, 2, 4, 8) for chunk in (64, 128, 256)
+]
+FAMILIES = {family.name: family for family in (SEED_FAMILY, PROBABILITIES_FAMILY, *WARPGROUP_FAMILIES)}
 
 
 def family_named(name: str) -> Family:

@@ -55,7 +55,7 @@ def run_sparse(
     use = _use(mailbox, Stage.SPARSE)
     words = _arrived(mailbox, mailbox.layout.query, (use, slice(len(valid))))
     query = words.contiguous().view(torch.uint8).view(len(valid), -1, numerics.ROW_BYTES)
-    partial = oracle.walk_partial(query, kv, rows, valid, mailbox.geometry)
+    partial = oracle.walk_partial(query, kv, rows, valid, mailbox.geometry, oracle.family_named(config.family))
     words.fill_(numerics.ARMED_WORD)
     mailbox.use_counter(Stage.QUERY).add_(1)
     out, lse_log2 = partial.twin.to(torch.bfloat16), partial.twin_lse.float()

@@ -17,7 +17,9 @@ from pathlib import Path
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.chain_config import chain_config
 from dcp_decode.kernels.configs import KernelConfig, stage_kernels
-from dcp_decode.kernels.sparse_config import ARCHITECTURES, EXCHANGES, QUERY_WARPS, SparseConfig, sparse_config
+from dcp_decode.kernels.sparse_config import EXCHANGES, QUERY_WARPS, SparseConfig
+from dcp_decode.kernels.sparse_layout import sparse_config
+from dcp_decode.kernels.sparse_refusal import ARCHITECTURES
 
 CONTROL = "crowded"  # a variant that must spill; not in the table
 TABLE = Path(__file__).parent / "data" / "kernel_resources.json"
@@ -45,7 +47,7 @@ LOCAL_MEMORY = re.compile(r"\b(?:LDL|STL)\b")
 def variants() -> dict[str, tuple[str, KernelConfig]]:
     """Name in the table -> the kernel's name in `jit.COMPILERS` and its configuration."""
     g = Geometry(capacity=5)
-    push, local = stage_kernels(g, 5, push=True), stage_kernels(g, 5, push=False)
+    push, local = (stage_kernels(g, 5, route, ARCHITECTURES[0]) for route in (True, False))
     found = {name: (name, local[name]) for name in ("topk_push", "topk_receive", "query_push", "value_push")}
     found |= {"merge_push": ("merge", push["merge"]), "merge_local": ("merge", local["merge"])}
     sparse = [sparse_config(g, 5, route, tiles=tiles) for route in (True, False) for tiles in (1, 2, 3)]

@@ -14,7 +14,8 @@ from dcp_decode.kernels.chain_config import (
     chain_config,
     chain_for,
 )
-from dcp_decode.kernels.sparse_config import SPLIT, WAVE_CLUSTERS
+from dcp_decode.kernels.sparse_layout import WAVE_CLUSTERS
+from dcp_decode.kernels.sparse_shared import SPLIT
 
 GEOMETRIES = [
     (Geometry(capacity=5), 5),

@@ -21,7 +21,7 @@ from dcp_decode.checkpoint.peers.plain_torch import PlainTorch  # noqa: E402
 from dcp_decode.checkpoint.ranks import BenchRanks  # noqa: E402
 from dcp_decode.checkpoint.timing import Subject  # noqa: E402
 from dcp_decode.errors import WaitFailed, WrongResult  # noqa: E402
-from dcp_decode.kernels.sparse_config import sparse_config  # noqa: E402
+from dcp_decode.kernels.sparse_layout import sparse_config  # noqa: E402
 from dcp_decode.mailbox import CONTROL_BYTES, Stage  # noqa: E402
 from dcp_decode.verdict import Worst  # noqa: E402
 

@@ -186,7 +186,14 @@ def write_build(folder: Path, **given: object) -> None:
     (folder / "kernels.so").write_bytes(b"code")
     config = load_config()
     symbols = [
-        {"symbol": f"s{batch}", "kernel": "merge", "batch": batch, "config": {}, "parameters": []}
+        {
+            "architecture": "sm_90a",
+            "symbol": f"s{batch}",
+            "kernel": "merge",
+            "batch": batch,
+            "config": {},
+            "parameters": [],
+        }
         for batch in step_batches(config.service.draft_tokens + 1, config.geometry())
     ]
     manifest = {

@@ -6,14 +6,9 @@ import pytest
 
 from dcp_decode import oracle
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.sparse_config import (
-    EXCHANGES,
-    RefusalReason,
-    can_implement,
-    sparse_config,
-    sparse_for,
-    sparse_variants,
-)
+from dcp_decode.kernels.sparse_config import EXCHANGES, SparseConfig
+from dcp_decode.kernels.sparse_layout import decode_config, sparse_config, sparse_for, sparse_variants
+from dcp_decode.kernels.sparse_refusal import ARCHITECTURES, RefusalReason
 from dcp_decode.kernels.sparse_shared import MAX_SHARED_BYTES, SPLIT, PartialsLayout, ProbabilitiesLayout
 
 
@@ -31,37 +26,34 @@ from dcp_decode.kernels.sparse_shared import MAX_SHARED_BYTES, SPLIT, PartialsLa
     ],
 )
 def test_refusals_are_typed(choices, reason):
-    refusal = can_implement(sparse_config(Geometry(heads=192, padded_heads=192), 5, **choices))
+    refusal = sparse_config(Geometry(heads=192, padded_heads=192), 5, **choices).refusal()
     assert refusal is not None
     assert refusal.reason is reason
 
 
 def test_batch_beyond_the_capacity_is_refused():
-    refusal = sparse_for(Geometry(capacity=4), 5)
+    refusal = sparse_for(Geometry(capacity=4), 5, True, "sm_90a")
     assert refusal is not None
     assert refusal.reason is RefusalReason.BATCH
     assert "capacity 4" in str(refusal)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("heads", [64, 96, 128])
 @pytest.mark.parametrize("push", [True, False])
-def test_default_layouts_run(heads, push):
+def test_default_layouts_run(heads, push, architecture):
     for batch in (1, 5, 40):
-        assert sparse_for(Geometry(heads=heads, padded_heads=128), batch, push) is None
+        assert sparse_for(Geometry(heads=heads, padded_heads=128), batch, push, architecture) is None
 
 
-def test_the_default_exchanges_partials():
-    """Probabilities are a variant to ask for until their whole test file has run on a GPU."""
-    assert {sparse_config(Geometry(capacity=40), batch).family for batch in (1, 5, 8, 16, 40)} == {"seed"}
-
-
-def test_variants_are_unique_and_run():
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_variants_are_unique_and_run(architecture):
     geometry = Geometry(capacity=5)
-    variants = sparse_variants(geometry, 5)
-    assert variants[0] == sparse_config(geometry, 5)
-    assert {variant.exchange for variant in variants} == set(EXCHANGES)
+    variants = sparse_variants(geometry, 5, True, architecture)
+    assert variants[0] == decode_config(geometry, 5, True, architecture)
+    assert {variant.exchange for variant in variants if isinstance(variant, SparseConfig)} == set(EXCHANGES)
     assert len({variant.name for variant in variants}) == len(variants)
-    assert all(can_implement(variant) is None for variant in variants)
+    assert all(variant.refusal() is None for variant in variants)
     assert {variant.family for variant in variants} <= set(oracle.FAMILIES)
 
 

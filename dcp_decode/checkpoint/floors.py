@@ -24,7 +24,7 @@ from dcp_decode.checkpoint.wire import wire_of
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.configs import QueryConfig, ValueConfig
 from dcp_decode.kernels.floors import ChaseConfig, EmptyConfig, compile_chase, compile_empty
-from dcp_decode.kernels.sparse_config import SparseConfig
+from dcp_decode.kernels.sparse_layout import DecodeConfig
 
 COPY_BYTES = 1 << 30
 COPIES = 9
@@ -59,7 +59,7 @@ def compulsory_bytes(geometry: Geometry, shape: Shape) -> int:
     return keys + heads * (numerics.ROW_BYTES + 2 * numerics.LATENT_DIM + 4)
 
 
-def floor_subjects(ranks: BenchRanks, config: SparseConfig) -> list[Subject]:
+def floor_subjects(ranks: BenchRanks, config: DecodeConfig) -> list[Subject]:
     """Empty launches as of `config` and its chain."""
     g, batch = ranks.geometry, ranks.batch
     query, value = QueryConfig(g, batch), ValueConfig(g, batch, config.push)
@@ -139,7 +139,7 @@ def describe_platform(platform: Platform) -> dict[str, Any]:
     }
 
 
-def _empty(config: SparseConfig, pdl: bool) -> EmptyConfig:
+def _empty(config: DecodeConfig, pdl: bool) -> EmptyConfig:
     # The cluster is the first extent of the grid: the CTAs that share a row's keys.
     return EmptyConfig(config.grid, config.threads, config.grid[0], config.shared_bytes, pdl)
 

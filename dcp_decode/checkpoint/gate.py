@@ -19,7 +19,7 @@ from dcp_decode import numerics, oracle
 from dcp_decode.checkpoint.ranks import BenchRanks
 from dcp_decode.checkpoint.timing import Subject
 from dcp_decode.errors import WrongResult
-from dcp_decode.kernels.sparse_config import SparseConfig
+from dcp_decode.kernels.sparse_layout import DecodeConfig
 from dcp_decode.mailbox import Section
 from dcp_decode.verdict import Verdict, Worst
 
@@ -53,7 +53,7 @@ class Gate:
         self.partial = cache(self._partial)
         self._merged = cache(self._merge)
 
-    def check_sparse(self, subject: Subject, config: SparseConfig, label: str) -> Passed:
+    def check_sparse(self, subject: Subject, config: DecodeConfig, label: str) -> Passed:
         """A sparse decode alone, on its route. Raises WrongResult, naming label, layer, row and head."""
         verdicts, outputs = [], []
         for layer in self.layers:
@@ -73,7 +73,7 @@ class Gate:
                 outputs += [out, lse]
         return passed_by(verdicts, outputs)
 
-    def check_chain(self, subject: Subject, config: SparseConfig, label: str) -> Passed:
+    def check_chain(self, subject: Subject, config: DecodeConfig, label: str) -> Passed:
         """A whole chain, of one launch or several. Raises WrongResult, also for mailbox words left unarmed."""
         verdicts, outputs = [], []
         for first in self.layers:

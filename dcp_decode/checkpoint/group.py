@@ -29,17 +29,17 @@ from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_poi
 from dcp_decode.checkpoint.progress import ShowPoint
 from dcp_decode.checkpoint.ranks import current_stream
 from dcp_decode.checkpoint.timing import Series, capture, graph_lengths, layer_series, replay, slowest_rank
-from dcp_decode.checkpoint.variants import variant_name
+from dcp_decode.checkpoint.variants import default_config, variant_name
 from dcp_decode.checkpoint.wire import SOURCE, wire_of
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.errors import WrongResult
 from dcp_decode.fabric.memory import Fabric
+from dcp_decode.kernels.aot import architecture_of
 from dcp_decode.kernels.configs import QueryConfig, ValueConfig
 from dcp_decode.kernels.launch import run_query, run_sparse, run_value
 from dcp_decode.kernels.query import compile_query
 from dcp_decode.kernels.sparse import compile_sparse
-from dcp_decode.kernels.sparse_config import sparse_config
 from dcp_decode.kernels.value import compile_value
 from dcp_decode.mailbox import Mailbox, MailboxLayout
 from dcp_decode.waits import MailboxTimeout, read_record
@@ -86,7 +86,8 @@ class GroupCheckpoint:
             "wire": asdict(wire_of(geometry, own_shape(self.config).batch)) | {"source": SOURCE},
         }
         worst = max(passed, key=lambda one: one.share)
-        return Measurements(worst, sparse_config(geometry, own_shape(self.config).batch).family, keys)
+        family = default_config(geometry, own_shape(self.config), True, architecture_of(torch.device("cuda"))).family
+        return Measurements(worst, family, keys)
 
     def _measure(self, point: Point) -> tuple[dict[str, Any], Passed]:
         geometry, shape = geometry_of(self.config, point.shape), point.shape
@@ -180,7 +181,7 @@ class _Chain:
     def __init__(self, problem: Problem, mailbox: Mailbox, deadline_nanoseconds: int) -> None:
         geometry, batch = problem.geometry, problem.shape.batch
         self.problem, self.mailbox, self.deadline = problem, mailbox, deadline_nanoseconds
-        self.config = sparse_config(geometry, batch)
+        self.config = default_config(geometry, problem.shape, True, architecture_of(torch.device("cuda")))
         self.kernels = (
             compile_query(QueryConfig(geometry, batch)),
             compile_sparse(self.config),

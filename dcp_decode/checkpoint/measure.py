@@ -28,13 +28,15 @@ from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_poi
 from dcp_decode.checkpoint.progress import ShowPoint
 from dcp_decode.checkpoint.ranks import SOLO_RANK, USED_GENERATIONS, BenchRanks, region_bytes_in_use
 from dcp_decode.checkpoint.timing import Series, Stopwatch, Subject
-from dcp_decode.checkpoint.variants import best_layout, swept_variants, variant_name
+from dcp_decode.checkpoint.variants import best_layout, default_config, swept_variants, variant_name
 from dcp_decode.checkpoint.wire import SOURCE, wire_of
 from dcp_decode.config import RunConfig
 from dcp_decode.environment import describe_device
 from dcp_decode.errors import WrongResult
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.sparse_config import SparseConfig, sparse_config
+from dcp_decode.kernels.aot import architecture_of
+from dcp_decode.kernels.chain_config import chain_config
+from dcp_decode.kernels.sparse_layout import DecodeConfig
 
 LEAST_COPIES = 3
 SWEEP_SAMPLES = 25
@@ -69,6 +71,7 @@ class Checkpoint:
         self.peers: Sequence[Peer] = QUICK_PEERS if quick else ALL_PEERS
         if self.mode != "solo":
             self.peers = ()  # a peer attends with one rank's keys
+        self.architecture = architecture_of(torch.device("cuda"))
         self.caches = KeyCaches(
             max(config.model.layers, USED_GENERATIONS * LEAST_COPIES), config.cache.k_scale, self.seed
         )
@@ -112,7 +115,8 @@ class Checkpoint:
             "peer_facts": [asdict(peer.facts) for peer in self.peers],
             "wire": asdict(wire_of(geometry, own_shape(self.config).batch)) | {"source": SOURCE},
         }
-        return Measurements(worst, sparse_config(geometry, own_shape(self.config).batch).family, keys)
+        family = default_config(geometry, own_shape(self.config), self.push, self.architecture).family
+        return Measurements(worst, family, keys)
 
     def layers_of(self, geometry: Geometry, batch: int, ranks: int) -> int:
         """Layers of a chain's graph: the model's, or as many whose mailboxes leave L2 room for the keys."""
@@ -136,7 +140,8 @@ class _PointRun:
         self.ranks = BenchRanks(problem, running, checkpoint.eviction)
         self.gate = Gate(self.ranks)
         self.stopwatch = Stopwatch(layers)
-        self.config = sparse_config(self.geometry, shape.batch, push=checkpoint.push)
+        self.config = default_config(self.geometry, shape, checkpoint.push, checkpoint.architecture)
+        self._fused_config = chain_config(self.geometry, shape.batch).sparse
         self.allowed_error = 0.0  # of a peer: what we allow ourselves, the largest derived bound of the sparse decode
 
     def measure(self) -> dict[str, Any]:
@@ -192,19 +197,19 @@ class _PointRun:
         fused = self.ranks.fused_subject() if wanted else None
         if fused is None:
             return {}
-        passed = self._attempt(self.gate.check_chain, fused, self.config, f"{label}, {fused.name}")
+        passed = self._attempt(self.gate.check_chain, fused, self._fused_config, f"{label}, {fused.name}")
         return {} if passed is None else {fused: passed}
 
     def _passes_again(self, chain: Subject, before: Passed, label: str) -> bool:
         """Whether an alternative chain passes after the timing too, with the same bits; the checkpoint fails if not."""
 
-        def check(subject: Subject, config: SparseConfig, where: str) -> Passed:
+        def check(subject: Subject, config: DecodeConfig, where: str) -> Passed:
             after = self.gate.check_chain(subject, config, where)
             _require_same_bits({subject.name: before}, {subject.name: after}, label)
             return after
 
         where = f"{label}, {chain.name}, after the timing"
-        return self._attempt(check, chain, self.config, where) is not None
+        return self._attempt(check, chain, self._fused_config, where) is not None
 
     def _peers(self) -> tuple[list[peer_timing.TimedPeer], list[dict[str, Any]]]:
         """Those that are timed, and the entries of those that are not."""
@@ -235,7 +240,10 @@ class _PointRun:
     def _sweep(self) -> None:
         """Every variant's sparse decode, each behind the gate before and after; one that fails there is left out."""
         label = f"{self.point.shape}, {self.point.l2}"
-        variants = {variant_name(config): config for config in swept_variants(self.config)}
+        variants = {
+            variant_name(config): config
+            for config in swept_variants(self.config, self.checkpoint.architecture, self.point.shape.keys)
+        }
         subjects = [
             Subject(name, self.ranks.stages(config)["sparse_decode"], self.ranks.prepare_alone, self.ranks.copies)
             for name, config in variants.items()
@@ -271,7 +279,7 @@ class _PointRun:
         ]
 
     def _attempt(
-        self, check: Callable[[Subject, SparseConfig, str], Passed], subject: Subject, config: SparseConfig, label: str
+        self, check: Callable[[Subject, DecodeConfig, str], Passed], subject: Subject, config: DecodeConfig, label: str
     ) -> Passed | None:
         """What an alternative passes its gate with; None, and the checkpoint fails, if it does not."""
         try:

@@ -29,7 +29,7 @@ from dcp_decode.kernels.configs import QueryConfig, ValueConfig
 from dcp_decode.kernels.launch import run_chain, run_query, run_sparse, run_value, run_value_push
 from dcp_decode.kernels.query import compile_query
 from dcp_decode.kernels.sparse import compile_sparse
-from dcp_decode.kernels.sparse_config import SparseConfig
+from dcp_decode.kernels.sparse_layout import DecodeConfig
 from dcp_decode.kernels.value import compile_value, compile_value_push
 from dcp_decode.mailbox import ABORT_OFFSET, CONTROL_BYTES, Mailbox, MailboxLayout, Section, Stage
 
@@ -100,7 +100,7 @@ class BenchRanks:
         """Those of the measuring ranks in the copy that a layer uses."""
         return self.mailboxes[layer % self.copies]
 
-    def stages(self, config: SparseConfig) -> dict[str, Launch]:
+    def stages(self, config: DecodeConfig) -> dict[str, Launch]:
         """Launches of layer i by stage, of all measuring ranks, in stream order; `config` says route and pdl of all."""
         g, b, problem = self.geometry, self.batch, self.problem
         query = compile_query(QueryConfig(g, b, config.pdl))
@@ -133,7 +133,7 @@ class BenchRanks:
         stages["merge"] = merge
         return {name: self._on_all_ranks(launch) for name, launch in stages.items()}
 
-    def subjects(self, config: SparseConfig) -> list[Subject]:
+    def subjects(self, config: DecodeConfig) -> list[Subject]:
         """Every stage alone, and the chain of three."""
         stages = self.stages(config)
 

@@ -6,15 +6,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dcp_decode.kernels.sparse_config import SparseConfig, sparse_variants
+from dcp_decode.checkpoint.points import Shape
+from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.sparse_layout import DecodeConfig, decode_config, sparse_variants
 
 
-def swept_variants(default: SparseConfig) -> list[SparseConfig]:
+def default_config(geometry: Geometry, shape: Shape, push: bool, architecture: str) -> DecodeConfig:
+    """What the layout chooses for a shape: as in a model whose ranks may expect the shape's keys."""
+    return decode_config(geometry, shape.batch, push, architecture, shape.keys)
+
+
+def swept_variants(default: DecodeConfig, architecture: str, keys: int) -> list[DecodeConfig]:
     """Every variant worth timing where the layout chooses `default`, which comes first; the last is it without pdl."""
-    return [*sparse_variants(default.geometry, default.batch, default.push), replace(default, pdl=False)]
+    others = sparse_variants(default.geometry, default.batch, default.push, architecture, keys)
+    return list(dict.fromkeys([default, *others, replace(default, pdl=False)]))
 
 
-def variant_name(config: SparseConfig) -> str:
+def variant_name(config: DecodeConfig) -> str:
     """Of a variant, for tables: unique among those of one geometry and batch."""
     return config.name if config.pdl else f"{config.name}_nopdl"
 

@@ -20,7 +20,8 @@ from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 from dcp_decode.fabric.multicast import NVSHMEM, SYMMETRIC_MEMORY, forbid_multicast
 from dcp_decode.fabric.placement import LEAST_CAPABILITY
 from dcp_decode.kernels.aot import check_build, read_manifest
-from dcp_decode.kernels.sparse_config import ARCHITECTURES, sparse_for
+from dcp_decode.kernels.sparse_layout import sparse_for
+from dcp_decode.kernels.sparse_refusal import ARCHITECTURES
 from dcp_decode.launcher import Launcher, check_world
 from dcp_decode.mailbox import MailboxLayout
 
@@ -236,9 +237,11 @@ class _Group:
 
     def kernels(self) -> tuple[Verdict, ...]:
         geometry, push = self.config.geometry(), self.config.parallel.route == "push"
-        refused = sparse_for(geometry, geometry.capacity, push)
         where = self.gpu_refusal()
-        fits = where or f"for {', '.join(sorted({architecture(gpu) for gpu in self._own_gpus()}))}"
+        found = () if where else sorted({architecture(gpu) for gpu in self._own_gpus()})
+        refusals = (sparse_for(geometry, geometry.capacity, push, name) for name in found)
+        refused = next((refusal for refusal in refusals if refusal is not None), None)
+        fits = where or f"for {', '.join(found)}"
         return (
             Verdict("CPU stages", True, "all of them, on every CPU"),
             Verdict("query push, merge, top-k exchange", not where, fits),

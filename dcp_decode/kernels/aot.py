@@ -27,7 +27,7 @@ from dcp_decode.inputs import read_input
 from dcp_decode.kernels.configs import KernelConfig
 from dcp_decode.kernels.fingerprint import source_hash
 from dcp_decode.kernels.launch import Kernel, LoadKernel
-from dcp_decode.kernels.sparse_config import ARCHITECTURES
+from dcp_decode.kernels.sparse_refusal import ARCHITECTURES
 
 KEY = "parallel.kernels"
 MANIFEST = "manifest.json"
@@ -55,8 +55,9 @@ class LibraryFile(_Part):
 
 
 class BuiltKernel(_Part):
-    """One kernel, in every library: its C symbol, what it is specialised for, its C parameters (type, name)."""
+    """One kernel of a library: its C symbol, what it is specialised for, its C parameters (type, name)."""
 
+    architecture: str
     symbol: str
     kernel: str
     batch: int
@@ -67,7 +68,7 @@ class BuiltKernel(_Part):
 class Manifest(_Part):
     """`manifest.json`: libraries by architecture; versions: of what compiled and linked them."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     dcp_decode: str
     commit: str | None
     dirty: bool | None
@@ -109,6 +110,7 @@ class KernelLibrary:
 
     def __init__(self, folder: Path, geometry: Geometry, push: bool, batches: Iterable[int], architecture: str) -> None:
         self.folder = folder
+        self.architecture = architecture
         self.manifest, library = check_build(folder, geometry, push, batches, architecture)
         self._library = ctypes.CDLL(str(library))
         self._error_text = self._library[ERROR_TEXT]
@@ -125,7 +127,8 @@ class KernelLibrary:
 
     def _find(self, name: str, config: KernelConfig) -> BuiltKernel:
         wanted = static_choices(config)
-        of_batch = [built for built in self.manifest.kernels if (built.kernel, built.batch) == (name, config.batch)]
+        asked = (self.architecture, name, config.batch)
+        of_batch = [one for one in self.manifest.kernels if (one.architecture, one.kernel, one.batch) == asked]
         for built in of_batch:
             if built.config == wanted:
                 return built

@@ -14,6 +14,7 @@ Symbols other than the C functions stay local to the library, so it can live bes
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import shlex
@@ -42,7 +43,8 @@ from dcp_decode.kernels.aot import (
 )
 from dcp_decode.kernels.configs import KernelConfig, stage_kernels
 from dcp_decode.kernels.fingerprint import source_hash
-from dcp_decode.kernels.sparse_config import ARCHITECTURES, SparseRefused, sparse_for
+from dcp_decode.kernels.sparse_layout import sparse_for
+from dcp_decode.kernels.sparse_refusal import ARCHITECTURES, SparseRefused
 
 CUDA_RUNTIME = "nvidia-cuda-runtime"
 LINK_SECONDS = 120
@@ -120,9 +122,9 @@ def build(
     for architecture in architectures:
         if architecture not in ARCHITECTURES:
             raise ConfigError("--arch", architecture, f"must be one of {', '.join(ARCHITECTURES)}")
-    configs = [stage_kernels(geometry, batch, push) for batch in batches]
-    for batch in batches:
-        refusal = sparse_for(geometry, batch, push)
+    configs = {name: [stage_kernels(geometry, batch, push, name) for batch in batches] for name in architectures}
+    for architecture, batch in itertools.product(architectures, batches):
+        refusal = sparse_for(geometry, batch, push, architecture)
         if refusal is not None:
             raise SparseRefused(refusal)
     _linked_libraries()
@@ -130,7 +132,7 @@ def build(
     (output / MANIFEST).unlink(missing_ok=True)  # a build that breaks off leaves none
     workers = min(len(architectures), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("spawn"), max_tasks_per_child=1) as pool:
-        futures = [pool.submit(_build_architecture, name, configs, output) for name in architectures]
+        futures = [pool.submit(_build_architecture, name, configs[name], output) for name in architectures]
         built = [future.result() for future in futures]
     commit, dirty = environment.commit()
     manifest = Manifest(
@@ -142,9 +144,9 @@ def build(
         geometry=dataclasses.asdict(geometry),
         versions=built[0].versions,
         libraries=dict(zip(architectures, (one.library for one in built), strict=True)),
-        kernels=built[0].kernels,
+        kernels=[kernel for one in built for kernel in one.kernels],
     )
-    (output / HEADER).write_text(_header(manifest.kernels))
+    (output / HEADER).write_text(_header(built[0].kernels))  # the interface is the same for all architectures
     (output / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n")
     return manifest
 
@@ -158,7 +160,9 @@ def _build_architecture(architecture: str, configs: Sequence[dict[str, KernelCon
     name = f"dcp_decode_{architecture}.so"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        exported = [_export(kernel, config, folder) for of_batch in configs for kernel, config in of_batch.items()]
+        exported = [
+            _export(architecture, kernel, config, folder) for of_batch in configs for kernel, config in of_batch.items()
+        ]
         kernels = [built for built, _ in exported]
         (folder / HEADER).write_text(_header(kernels))
         (folder / "functions.c").write_text(PROLOGUE + "".join(functions for _, functions in exported))
@@ -169,7 +173,7 @@ def _build_architecture(architecture: str, configs: Sequence[dict[str, KernelCon
     return _Built(LibraryFile(file=name, sha256=file_hash(output / name)), kernels, versions)
 
 
-def _export(kernel: str, config: KernelConfig, folder: Path) -> tuple[BuiltKernel, str]:
+def _export(architecture: str, kernel: str, config: KernelConfig, folder: Path) -> tuple[BuiltKernel, str]:
     """Compile a kernel into an object file of `folder`; its entry of the manifest, and its C functions."""
     from dcp_decode.kernels.jit import load_kernel  # imports cutlass
 
@@ -188,9 +192,15 @@ def _export(kernel: str, config: KernelConfig, folder: Path) -> tuple[BuiltKerne
         "symbol": symbol, "launcher": launcher[1], "parameters": declared, "addresses": addresses
     }  # fmt: skip
     choices = static_choices(config)
-    return BuiltKernel(
-        symbol=symbol, kernel=kernel, batch=config.batch, config=choices, parameters=parameters
-    ), functions
+    built = BuiltKernel(
+        architecture=architecture,
+        symbol=symbol,
+        kernel=kernel,
+        batch=config.batch,
+        config=choices,
+        parameters=parameters,
+    )
+    return built, functions
 
 
 def _header(kernels: Sequence[BuiltKernel]) -> str:

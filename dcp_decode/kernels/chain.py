@@ -59,9 +59,8 @@ from dcp_decode.kernels.query import QueryPieces, quantized
 from dcp_decode.kernels.source_merge import SourceMerge
 from dcp_decode.kernels.sparse import SparseDcpDecode
 from dcp_decode.kernels.sparse_arguments import QUERY_STAGED, QUERY_WARPS_DONE, SparseArguments, Worker
-from dcp_decode.kernels.sparse_config import SPLIT
 from dcp_decode.kernels.sparse_query import PIECE_BYTES, PIECES_IN_FLIGHT, ROW_PIECES
-from dcp_decode.kernels.sparse_shared import ROW_PITCH
+from dcp_decode.kernels.sparse_shared import ROW_PITCH, SPLIT
 from dcp_decode.mailbox import Stage
 
 # Named barriers beyond those of the sparse decode.

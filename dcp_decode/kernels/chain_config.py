@@ -9,8 +9,9 @@ from typing import Any
 from dcp_decode.errors import DcpDecodeError
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.configs import QUERY_ROW_PIECES
-from dcp_decode.kernels.sparse_config import SPLIT, WAVE_CLUSTERS, SparseConfig, sparse_config
-from dcp_decode.kernels.sparse_config import can_implement as can_implement_sparse
+from dcp_decode.kernels.sparse_config import SparseConfig
+from dcp_decode.kernels.sparse_layout import WAVE_CLUSTERS, sparse_config
+from dcp_decode.kernels.sparse_shared import SPLIT
 
 MAX_SOURCES = 8  # whose words a query thread has room for
 WAVE_MULTIPROCESSORS = 132  # on which WAVE_CLUSTERS are known to run at once
@@ -109,7 +110,7 @@ class ChainConfig:
 
 def can_implement(config: ChainConfig) -> ChainRefusal | None:
     """None when the kernel can run this configuration, else why not."""
-    refusal = can_implement_sparse(config.sparse)
+    refusal = config.sparse.refusal()
     if refusal is not None:
         return ChainRefusal(ChainRefusalReason.SPARSE, str(refusal))
     if not config.sparse.push:

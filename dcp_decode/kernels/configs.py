@@ -1,7 +1,7 @@
 """Static choices of the kernels, what they launch with, and which kernels a batch of verify rows needs.
 
 Plain data, shared by compilation, ahead-of-time libraries and launches: a machine that only launches has no cutlass.
-(The choices of the sparse decode, and its refusals, are many: `sparse_config`.)
+(The choices of the sparse decode, and its refusals, are many: `sparse_config`, `warpgroup_config`, `sparse_layout`.)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 from dcp_decode import numerics
 from dcp_decode.errors import ConfigError
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.sparse_config import sparse_config
+from dcp_decode.kernels.sparse_layout import decode_config
 
 PEERS_A_THREAD = 8
 QUERY_PIECE_BYTES = 16
@@ -124,13 +124,16 @@ class ValueConfig(_BatchConfig):
         return self.batch <= EAGER_BATCH and self.geometry.dcp <= 8 and self.geometry.generations == 2
 
 
-def stage_kernels(geometry: Geometry, batch: int, push: bool) -> dict[str, KernelConfig]:
-    """Kernel name -> configuration, of every kernel that a verify step of B rows launches; push: the route."""
+def stage_kernels(geometry: Geometry, batch: int, push: bool, architecture: str) -> dict[str, KernelConfig]:
+    """Kernel name -> configuration, of every kernel that a verify step of B rows launches on such GPUs.
+
+    push: the route. architecture: one of `sparse_refusal.ARCHITECTURES`.
+    """
     kernels: dict[str, KernelConfig] = {
         "topk_push": ExchangeConfig(geometry, batch),
         "topk_receive": ExchangeConfig(geometry, batch),
         "query_push": QueryConfig(geometry, batch),
-        "sparse_decode": sparse_config(geometry, batch, push),
+        "sparse_decode": decode_config(geometry, batch, push, architecture),
         "merge": ValueConfig(geometry, batch, push),
     }
     if not push:

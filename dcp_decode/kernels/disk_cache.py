@@ -95,12 +95,17 @@ def compiler_versions() -> dict[str, str]:
     }
 
 
+def architecture() -> str:
+    """What the CuTe DSL of this process compiles for."""
+    return str(CuTeDSL._get_dsl().envar.arch)
+
+
 def _key(kernel: Any) -> str:
     parts = {
         "kernel": type(kernel).__qualname__,
         "config": repr(kernel.config),
         "source": source_hash(),
-        "architecture": CuTeDSL._get_dsl().envar.arch,
+        "architecture": architecture(),
         "versions": compiler_versions(),
         "settings": {name: value for name, value in os.environ.items() if name.startswith("CUTE_DSL_")},
     }

@@ -111,6 +111,16 @@ def load_shared(address: Any, count: int, kind: Any = Float32) -> list[Any]:
     return [values] if count == 1 else values
 
 
+def load_shared_address(address: Any) -> Any:
+    """ld.shared.b64: a peer base address."""
+    return instruction("ld.shared.b64 $0, [$1];", [Int64], [address])
+
+
+def store_shared_address(address: Any, value: Any) -> None:
+    """st.shared.b64: a peer base address."""
+    instruction("st.shared.b64 [$0], $1;", [], [address, value])
+
+
 def store_shared(address: Any, values: Sequence[Any]) -> None:
     """st.shared[.v2/.v4].b32: adjacent words."""
     count = len(values)
@@ -144,6 +154,21 @@ def wait_barrier(address: Any, parity: Any) -> None:
         [],
         [address, parity],
     )
+
+
+def wait_cluster_barrier(address: Any, parity: Any) -> None:
+    """`wait_barrier` on one where peer CTAs arrive: acquires what they released."""
+    instruction(
+        "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1;\n"
+        "@!p bra again;\n}",
+        [],
+        [address, parity],
+    )
+
+
+def arrive_cluster(address: Any) -> None:
+    """mbarrier.arrive.release.cluster on a peer CTA's mbarrier (`map_shared`)."""
+    instruction("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", [], [address])
 
 
 def map_shared(address: Any, cta: Any) -> Any:

@@ -67,25 +67,18 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
-from dcp_decode.kernels import arrival, disk_cache, ptx
+from dcp_decode.kernels import disk_cache, ptx
 from dcp_decode.kernels.launch import run_sparse
 from dcp_decode.kernels.sparse_arguments import QUERY_STAGED, QUERY_WARPS_DONE, SparseArguments, Worker
 from dcp_decode.kernels.sparse_chunk import store_fp8_pair_shared, transpose4
-from dcp_decode.kernels.sparse_config import (
-    COMPUTE_WARPS,
-    SparseConfig,
-    SparseRefusal,
-    SparseRefused,
-    can_implement,
-    sparse_config,
-    sparse_for,
-    sparse_layout,
-)
+from dcp_decode.kernels.sparse_config import COMPUTE_WARPS, SparseConfig
+from dcp_decode.kernels.sparse_layout import DecodeConfig, refuse_architecture, sparse_config, sparse_for, sparse_layout
 from dcp_decode.kernels.sparse_partials import SparsePartials
 from dcp_decode.kernels.sparse_probabilities import SparseProbabilities
 from dcp_decode.kernels.sparse_query import SparseQuery
+from dcp_decode.kernels.sparse_refusal import SparseRefusal, SparseRefused
 from dcp_decode.kernels.sparse_shared import SPLIT
-from dcp_decode.mailbox import Stage
+from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
 
 # The kernel's whole interface, wherever its parts live.
 __all__ = [
@@ -103,6 +96,8 @@ __all__ = [
 class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
     """The kernel specialised for one `SparseConfig`."""
 
+    config: SparseConfig
+
     def __init__(self, config: SparseConfig) -> None:
         refusal = self.can_implement(config)
         if refusal is not None:
@@ -112,7 +107,7 @@ class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
     @staticmethod
     def can_implement(config: SparseConfig) -> SparseRefusal | None:
         """None, or the typed reason why this configuration is refused."""
-        return can_implement(config)
+        return config.refusal()
 
     @cute.jit
     def __call__(
@@ -202,10 +197,6 @@ class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
         statistics = SPLIT * self.config.head_rows * 8
         return statistics + (self.partials_bytes if self.config.exchange == "partials" else 0)
 
-    def counted_from(self, worker: Worker, warp: int) -> Worker:
-        """The same thread, counted from the first one of that warp."""
-        return worker._replace(thread=worker.thread - 32 * warp, warp=worker.warp - warp)
-
     @cute.jit
     def end(self) -> None:
         """What all threads do last."""
@@ -253,17 +244,6 @@ class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
             self.empty_row(arguments, worker)
 
     @cute.jit
-    def receive_and_publish(self, arguments: SparseArguments, worker: Worker) -> Int64:
-        """A query thread up to its last poll; returns the address of the CTA's query words."""
-        use = arrival.read_use(arguments.region, int(Stage.SPARSE))
-        gave_up = arrival.read_abort(arguments.region)
-        address = self.query_address(arguments, worker, use)
-        self.receive_query(arguments, worker, use, address)
-        self.publish_use(worker, use, gave_up)
-        self.advance_query_use(arguments, worker)
-        return address
-
-    @cute.jit
     def serve_query(self, arguments: SparseArguments, worker: Worker) -> None:
         """The query warps, from the first load to the fence; also for rows of count 0."""
         address = self.receive_and_publish(arguments, worker)
@@ -277,11 +257,18 @@ class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
 
 
 @cache
-def compile_sparse(config: SparseConfig) -> disk_cache.JitKernel:
+def compile_sparse(config: DecodeConfig) -> disk_cache.JitKernel:
     """The compiled kernel of a configuration (cached); `SparseRefused` when it is refused.
 
     The architecture compiled for is that of the CuTe DSL (`CUTE_DSL_ARCH`, else the device's).
     """
+    refusal = config.refusal() or refuse_architecture(config, disk_cache.architecture())
+    if refusal is not None:
+        raise SparseRefused(refusal)
+    if isinstance(config, WarpgroupConfig):
+        from dcp_decode.kernels.warpgroup import SparseWarpgroups
+
+        return disk_cache.compile_kernel(SparseWarpgroups(config), example_arguments())
     return disk_cache.compile_kernel(SparseDcpDecode(config), example_arguments())
 
 

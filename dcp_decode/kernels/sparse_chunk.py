@@ -39,13 +39,13 @@ from dcp_decode.geometry import HEAD_TILE
 from dcp_decode.kernels import ptx
 from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
 from dcp_decode.kernels.sparse_config import SparseConfig
+from dcp_decode.kernels.sparse_rows import SparseRows
 from dcp_decode.kernels.sparse_shared import CHUNK, DEPTHS, ROW_PITCH, SCORE_PITCH, SPLIT
 
 STEP_BYTES = 16  # bytes of a row in one mma step
 DEPTH_STEPS = numerics.ROW_BYTES // STEP_BYTES // DEPTHS
 VALUE_STEP = 32  # keys of one transposed V step
 EMPTY = -math.inf
-SPLIT_BITS = SPLIT.bit_length() - 1
 
 
 def store_fp8_pair_shared(pointer: Any, low: Any, high: Any) -> None:
@@ -100,7 +100,7 @@ def probability_operands(address: Any, pitch: int) -> list[list[Any]]:
     return [query_operand(upper[half_step], lower[half_step]) for half_step in range(2)]
 
 
-class SparseChunk:
+class SparseChunk(SparseRows):
     """Gather, scores and softmax of `SparseDcpDecode`."""
 
     config: SparseConfig
@@ -122,21 +122,6 @@ class SparseChunk:
 
     def before_gather(self) -> None:
         """Called by every warp that gathers, between its first loads and copies; a fused kernel waits here."""
-
-    def load_count(self, arguments: SparseArguments, worker: Worker) -> Any:
-        """The row's count of keys, 0 .. K."""
-        count = ptx.load_global_int32(arguments.valid + Int64(worker.row) * 4)
-        return ptx.minimum_int32(ptx.maximum_int32(count, Int32(0)), Int32(self.config.geometry.topk))
-
-    def keys_of_cta(self, count: Any, worker: Worker) -> Any:
-        """How many of a row's `count` keys are this CTA's: key j of the row goes to CTA j % SPLIT."""
-        return (count - worker.split + (SPLIT - 1)) >> SPLIT_BITS
-
-    def load_row_number(self, arguments: SparseArguments, worker: Worker, key: Any) -> Any:
-        """Flat cache row of a key of the worker's row, clamped to the list's width: it may precede the count."""
-        width = self.config.geometry.topk
-        place = Int64(worker.row) * width + Int64(ptx.minimum_int32(key, Int32(width - 1)))
-        return ptx.load_global_int32(arguments.rows + place * 4)
 
     @cute.jit
     def load_index(

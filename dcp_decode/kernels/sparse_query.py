@@ -21,8 +21,7 @@ from cutlass import Int32, Int64, Uint32, cute
 from dcp_decode import numerics
 from dcp_decode.kernels import arrival, ptx
 from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
-from dcp_decode.kernels.sparse_config import SparseConfig
-from dcp_decode.kernels.sparse_shared import ROW_PITCH, SPLIT
+from dcp_decode.kernels.sparse_shared import ROW_PITCH
 from dcp_decode.mailbox import Stage
 
 PIECE_BYTES = 16  # what one load or store of query words moves
@@ -31,9 +30,10 @@ PIECES_IN_FLIGHT = 14  # of a thread: 84 registers with their addresses
 
 
 class SparseQuery:
-    """The query side of `SparseDcpDecode`; pieces of 16 bytes are dealt to the query threads round robin."""
+    """The query side of a sparse decode; pieces of 16 bytes are dealt to the query threads round robin."""
 
-    config: SparseConfig
+    config: Any  # of any sparse decode (`sparse_layout.DecodeConfig`)
+    pieces_in_flight = PIECES_IN_FLIGHT
 
     @property
     def pieces(self) -> int:
@@ -51,6 +51,21 @@ class SparseQuery:
         """Number of a query thread's piece: round robin, clamped to the last."""
         return ptx.minimum_int32(thread + turn * self.config.query_threads, Int32(self.pieces - 1))
 
+    def counted_from(self, worker: Worker, warp: int) -> Worker:
+        """The same thread, counted from the first one of that warp."""
+        return worker._replace(thread=worker.thread - 32 * warp, warp=worker.warp - warp)
+
+    @cute.jit
+    def receive_and_publish(self, arguments: SparseArguments, worker: Worker) -> Int64:
+        """A query thread up to its last poll; returns the address of the CTA's query words."""
+        use = arrival.read_use(arguments.region, int(Stage.SPARSE))
+        gave_up = arrival.read_abort(arguments.region)
+        address = self.query_address(arguments, worker, use)
+        self.receive_query(arguments, worker, use, address)
+        self.publish_use(worker, use, gave_up)
+        self.advance_query_use(arguments, worker)
+        return address
+
     @cute.jit
     def receive_query(self, arguments: SparseArguments, worker: Worker, use: Int32, address: Int64) -> None:
         """Wait for every word of this thread's pieces and put them into shared memory; all pieces are loaded first.
@@ -58,7 +73,7 @@ class SparseQuery:
         An expired or aborted wait raises the CTA's abort flag and leaves armed words behind; they are never pushed.
         """
         turns = -(-self.pieces // self.config.query_threads)
-        in_flight = -(-turns // -(-turns // PIECES_IN_FLIGHT))
+        in_flight = -(-turns // -(-turns // self.pieces_in_flight))
         for first in cutlass.range_constexpr(0, turns, in_flight):
             batch = range(first, min(first + in_flight, turns))
             places = [self.piece(turn, worker.thread) for turn in batch]
@@ -91,8 +106,11 @@ class SparseQuery:
         )
         if aborted != 0:
             ptx.store_shared(worker.shared + self.config.shared.abort_flag, [Int32(1)])
-        place = worker.shared + self.config.shared.query + line * ROW_PITCH + first_word * 4
-        ptx.store_shared(place, [four[0], four[1], four[2], four[3]])
+        self.stage_words([four[0], four[1], four[2], four[3]], line, first_word, worker)
+
+    def stage_words(self, words: list[Any], line: Any, first_word: Any, worker: Worker) -> None:
+        """Put a piece of a head's query, 16 E4M3 bytes, where the scores find it."""
+        ptx.store_shared(worker.shared + self.config.shared.query + line * ROW_PITCH + first_word * 4, words)
 
     @cute.jit
     def publish_use(self, worker: Worker, use: Int32, gave_up: Int32) -> None:
@@ -108,7 +126,7 @@ class SparseQuery:
     @cute.jit
     def rearm_query(self, worker: Worker, address: Int64) -> None:
         """Arm this CTA's share of the words; the caller has passed the cluster barrier after the last reader."""
-        share = self.pieces // SPLIT
+        share = self.pieces // self.config.split
         query_threads = self.config.query_threads
         armed = Uint32(numerics.ARMED_WORD & 0xFFFFFFFF)
         for turn in cutlass.range_constexpr(-(-share // query_threads)):

@@ -13,6 +13,7 @@ import torch
 from dcp_decode import numerics, topk
 from dcp_decode.cpu.stages import LocalPartial
 from dcp_decode.errors import UnsupportedEnvironment
+from dcp_decode.kernels.aot import architecture_of
 from dcp_decode.kernels.configs import stage_kernels
 from dcp_decode.kernels.launch import (
     Kernel,
@@ -24,7 +25,7 @@ from dcp_decode.kernels.launch import (
     run_value,
     run_value_push,
 )
-from dcp_decode.kernels.sparse_config import sparse_for
+from dcp_decode.kernels.sparse_layout import sparse_for
 from dcp_decode.mailbox import Mailbox, Stage
 
 
@@ -40,7 +41,8 @@ class GpuStages:
         self.rank = mailbox.rank
         self.push = push
         self.deadline_nanoseconds = int(deadline_seconds * 1e9)
-        refusal = sparse_for(self.geometry, self.geometry.capacity, push)
+        self.architecture = architecture_of(mailbox_device(mailbox))
+        refusal = sparse_for(self.geometry, self.geometry.capacity, push, self.architecture)
         if refusal is not None:
             raise UnsupportedEnvironment(str(refusal))
         self._load_kernel = load_kernel
@@ -52,7 +54,7 @@ class GpuStages:
         if batch in self._kernels:
             return
         g = self.geometry
-        configs = stage_kernels(g, batch, self.push)
+        configs = stage_kernels(g, batch, self.push, self.architecture)
         self._kernels[batch] = {name: self._load_kernel(name, config) for name, config in configs.items()}
         # Candidates, so that what an expired wait leaves unwritten can be compared with others.
         self._received[batch] = torch.full(

@@ -11,7 +11,7 @@ from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.launch import run_sparse
 from dcp_decode.kernels.sparse import compile_sparse
-from dcp_decode.kernels.sparse_config import SparseConfig
+from dcp_decode.kernels.sparse_layout import DecodeConfig
 from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
 
 DEADLINE_NANOSECONDS = 200_000_000
@@ -114,7 +114,7 @@ class SparseRank:
         """What the merge stage does to this stage's counter."""
         self.mailbox.use_counter(Stage.SPARSE).add_(1)
 
-    def launch(self, config: SparseConfig, inputs: Inputs, local: Outputs | None = None) -> None:
+    def launch(self, config: DecodeConfig, inputs: Inputs, local: Outputs | None = None) -> None:
         """Enqueue the kernel on the rank's stream; `local` [B, padded, ..] are the outputs of the local route."""
         run_sparse(
             compile_sparse(config),
@@ -135,7 +135,7 @@ class SparseRank:
         lse = torch.full((*shape, 4), POISON_BYTE, dtype=torch.uint8, device="cuda").view(torch.float32)
         return Outputs(out, lse[..., 0])
 
-    def step(self, config: SparseConfig, inputs: Inputs) -> Outputs:
+    def step(self, config: DecodeConfig, inputs: Inputs) -> Outputs:
         """One whole use on poisoned shared memory: queries arrive, the kernel runs, its rows are taken."""
         batch = config.batch
         self.put_query(inputs.query)

@@ -15,7 +15,7 @@ from dcp_decode.kernels.configs import QueryConfig, ValueConfig
 from dcp_decode.kernels.launch import run_query, run_sparse, run_value, run_value_push
 from dcp_decode.kernels.query import compile_query
 from dcp_decode.kernels.sparse import compile_sparse
-from dcp_decode.kernels.sparse_config import sparse_config
+from dcp_decode.kernels.sparse_layout import sparse_config
 from dcp_decode.kernels.value import compile_value, compile_value_push
 from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
 

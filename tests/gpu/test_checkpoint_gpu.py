@@ -18,7 +18,7 @@ from dcp_decode.checkpoint.ranks import SOLO_RANK, BenchRanks  # noqa: E402
 from dcp_decode.checkpoint.timing import Stopwatch, Subject  # noqa: E402
 from dcp_decode.errors import WrongResult  # noqa: E402
 from dcp_decode.geometry import Geometry  # noqa: E402
-from dcp_decode.kernels.sparse_config import sparse_config  # noqa: E402
+from dcp_decode.kernels.sparse_layout import sparse_config  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

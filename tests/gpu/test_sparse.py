@@ -14,7 +14,8 @@ from sparse_rank import Inputs, Outputs, SparseRank, make_inputs  # noqa: E402
 from dcp_decode import numerics, oracle  # noqa: E402
 from dcp_decode.errors import WrongResult  # noqa: E402
 from dcp_decode.geometry import Geometry  # noqa: E402
-from dcp_decode.kernels.sparse_config import EXCHANGES, sparse_config  # noqa: E402
+from dcp_decode.kernels.sparse_config import EXCHANGES  # noqa: E402
+from dcp_decode.kernels.sparse_layout import sparse_config  # noqa: E402
 from dcp_decode.mailbox import CONTROL_BYTES, RECORD_FIELDS, Stage  # noqa: E402
 from dcp_decode.needle import STRAY_BYTE, build_needle, check_needle, check_needle_lse  # noqa: E402
 

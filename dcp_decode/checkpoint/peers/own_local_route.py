@@ -7,9 +7,10 @@ import torch
 from dcp_decode import numerics
 from dcp_decode.checkpoint.peers.adapter import Candidate, PeerFacts
 from dcp_decode.checkpoint.ranks import DEADLINE_NANOSECONDS, BenchRanks, current_stream
+from dcp_decode.checkpoint.variants import default_config
+from dcp_decode.kernels.aot import architecture_of
 from dcp_decode.kernels.launch import run_sparse
 from dcp_decode.kernels.sparse import compile_sparse
-from dcp_decode.kernels.sparse_config import sparse_config
 
 
 class OwnLocalRoute:
@@ -24,7 +25,8 @@ class OwnLocalRoute:
 
     def candidates(self, ranks: BenchRanks) -> list[Candidate]:
         g, batch, problem = ranks.geometry, ranks.batch, ranks.problem
-        kernel = compile_sparse(sparse_config(g, batch, push=False))
+        config = default_config(g, problem.shape, False, architecture_of(torch.device("cuda")))
+        kernel = compile_sparse(config)
         latent = torch.empty((batch, g.padded_heads, numerics.LATENT_DIM), dtype=torch.bfloat16, device="cuda")
         lse_ln = torch.empty((batch, g.padded_heads), device="cuda")
 

@@ -1,0 +1,80 @@
+"""Typed reasons for refusing a sparse decode, and the checks that all its families share."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from dcp_decode.errors import DcpDecodeError
+from dcp_decode.geometry import MAX_TOPK, Geometry
+from dcp_decode.kernels.sparse_shared import MAX_SHARED_BYTES
+
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")  # that kernels are compiled for
+TRIGGERS = ("start", "merge", "end")
+
+
+class RefusalReason(enum.Enum):
+    """Why no kernel can run a configuration; the value is the sentence that a user reads."""
+
+    HEADS = "query heads must be a multiple of the heads of a CTA"
+    TILES = "tiles must be 1, 2 or 3"
+    HEAD_ROWS = "heads of a CTA must be a multiple of 8, at most 64"
+    SPLIT = "CTAs of a cluster must be 1, 2, 4 or 8"
+    CHUNK = "keys of a chunk must be 64, 128 or 256"
+    SHARED_MEMORY = "a CTA of this many heads and keys needs more shared memory than the GPU has"
+    BATCH = "batch rows must be between 1 and the mailbox capacity"
+    WIDTH = f"the top-k width must be between 1 and {MAX_TOPK}"
+    BUFFERS = "key buffers must be 1 or 2"
+    TRIGGER = "the trigger must be start, merge or end"
+    EXCHANGE = "the exchange must be partials or probabilities (never bulk)"
+    ARCHITECTURE = "the GPU architecture lacks instructions that this kernel needs"
+
+
+@dataclass(frozen=True)
+class SparseRefusal:
+    """A typed refusal: the reason and the values that caused it."""
+
+    reason: RefusalReason
+    detail: str
+
+    def __str__(self) -> str:
+        return f"sparse decode: {self.reason.value} ({self.detail})"
+
+
+class SparseRefused(DcpDecodeError):
+    """`compile_sparse` was asked for a configuration that the kernel refuses; `refusal` says why."""
+
+    def __init__(self, refusal: SparseRefusal) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
+class _Choices(Protocol):
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def trigger(self) -> str: ...
+    @property
+    def head_rows(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
+
+
+def refuse_common(config: _Choices) -> SparseRefusal | None:
+    """What refuses a configuration of any family, once its own choices are sound."""
+    g = config.geometry
+    if config.trigger not in TRIGGERS:
+        return SparseRefusal(RefusalReason.TRIGGER, config.trigger)
+    if g.heads % config.head_rows:
+        return SparseRefusal(RefusalReason.HEADS, f"heads {g.heads}, of a CTA {config.head_rows}")
+    if not 1 <= config.batch <= g.capacity:
+        return SparseRefusal(RefusalReason.BATCH, f"batch {config.batch}, capacity {g.capacity}")
+    if not 1 <= g.topk <= MAX_TOPK:
+        return SparseRefusal(RefusalReason.WIDTH, f"width {g.topk}")
+    if config.shared_bytes > MAX_SHARED_BYTES:
+        detail = f"heads {config.head_rows}: {config.shared_bytes} of {MAX_SHARED_BYTES} bytes"
+        return SparseRefusal(RefusalReason.SHARED_MEMORY, detail)
+    return None
