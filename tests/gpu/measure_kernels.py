@@ -19,7 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 # Side by side: tests of times and of several processes don't go together with others on one GPU.
-KERNEL_TESTS = ("test_chain.py", "test_sparse.py", "test_stages.py")
+KERNEL_TESTS = ("test_chain.py", "test_sparse.py", "test_stages.py", "test_warpgroup.py")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 

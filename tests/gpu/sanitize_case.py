@@ -1,4 +1,4 @@
-"""A small use of both routes and a fused one, for compute-sanitizer: eight ranks, two rows, one empty on most ranks."""
+"""A small use of both routes, a fused one and the warpgroup decode, for compute-sanitizer: two rows, one often empty."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import torch
 from chain_group import ChainGroup, PushedWords
+from sparse_rank import SparseRank, make_inputs
 from stage_group import StageGroup, make_group_inputs
 
 from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
 
 faulthandler.dump_traceback_later(50, exit=True)
 for push in (True, False):
@@ -31,3 +33,17 @@ torch.cuda.synchronize()
 chain.launch(3, inputs)
 torch.cuda.synchronize()
 assert torch.equal(chain.merged[3].view(torch.int16), pushed.merged[3].view(torch.int16))
+
+# One CTA a row, an inbox over the keys, an inbox of its own with partial scores; one chunk of keys and two.
+if torch.cuda.get_device_capability()[0] == 9:
+    geometry = Geometry(capacity=2, topk=320)
+    for head_rows, split, chunk in ((48, 1, 256), (48, 2, 256), (16, 4, 64)):
+        ranks = SparseRank(geometry, 3)
+        attended = make_inputs(geometry, [300, 0], seed=2, cache_rows=512)
+        ranks.put_query(attended.query)
+        torch.cuda.synchronize()
+        ranks.launch(WarpgroupConfig(geometry, 2, True, head_rows, split, chunk), attended)
+        torch.cuda.synchronize()
+        outputs = ranks.take_partials(2)
+        assert ranks.query_is_armed()
+        assert not bool(outputs.lse.isnan().any() | outputs.out[0].isnan().any())
