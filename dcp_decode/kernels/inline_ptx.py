@@ -16,11 +16,23 @@ _REGISTER: dict[Any, str] = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", 
 
 @dsl_user_op
 def instruction(
-    code: str, outputs: Sequence[Any], inputs: Sequence[Any], pure: bool = False, *, loc: Any = None, ip: Any = None
+    code: str,
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    pure: bool = False,
+    updated: Sequence[Any] = (),
+    *,
+    loc: Any = None,
+    ip: Any = None,
 ) -> Any:
-    """PTX text with $0.. = outputs then inputs; one output as a value, several as a list."""
+    """PTX text with $0.. = outputs then inputs; one output as a value, several as a list.
+
+    updated: what the registers of the first outputs hold before, for an instruction that changes them in place.
+    """
     operands = [Int32(value) if isinstance(value, int) else value for value in inputs]
     constraints = [f"={_REGISTER[kind]}" for kind in outputs] + [_REGISTER[type(value)] for value in operands]
+    constraints += [str(place) for place in range(len(updated))]
+    operands += updated
     kinds = [kind.mlir_type for kind in outputs]
     if not kinds:
         result_type = None

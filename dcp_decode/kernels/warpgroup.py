@@ -1,0 +1,233 @@
+"""SparseWarpgroups: sparse MLA decode by wgmma (sm_90a), for many rows or long ones.
+
+    query mailbox --query warps--> f16 | flat cache --bulk copies--> E4M3 rows of keys, 64 a barrier
+                                        v
+    S^T = K Q^T (64 keys x n heads a warpgroup) -> softmax -> P^T, f16 -> O^T = V^T P^T (128 columns a warpgroup)
+                                        v
+    merged rows: BF16, LSE --> owners' value mailboxes | latent, lse
+
+Four compute warpgroups and a query warpgroup a CTA; a CTA serves n heads of a row (N of its wgmma, so the wide side of
+the problem, keys and columns, is M) and key j of the row goes to CTA j % S of its cluster. Left operands come from
+registers: E4M3 bytes are unpacked to f16 there, exactly, because wgmma of E4M3 operands keeps too few bits of a sum.
+
+Rooms: `warpgroup_config`, `warpgroup_shared` (shared memory), `warpgroup_query`, `warpgroup_scores`,
+`warpgroup_values`, `warpgroup_outputs`, `wgmma` (instructions). Protocol, roles and arguments are those of `sparse`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+
+from dcp_decode import numerics
+from dcp_decode.kernels import ptx
+from dcp_decode.kernels.sparse_arguments import COMPUTE, QUERY_STAGED, SparseArguments, Worker
+from dcp_decode.kernels.sparse_shared import ROW_PITCH
+from dcp_decode.kernels.warpgroup_config import COMPUTE_WARPS, WarpgroupConfig
+from dcp_decode.kernels.warpgroup_outputs import WarpgroupOutputs
+from dcp_decode.kernels.warpgroup_query import WarpgroupQuery
+from dcp_decode.kernels.warpgroup_scores import COMPUTE_THREADS, EMPTY
+from dcp_decode.kernels.warpgroup_shared import KEY_TILE
+from dcp_decode.kernels.warpgroup_values import VALUE_STEP, WarpgroupValues
+
+TILE_ROWS = KEY_TILE // COMPUTE_WARPS  # keys of a tile that one warp gathers
+EMPTY_MAXIMUM = -0x7F800001  # -inf as an ordered integer
+
+
+class SparseWarpgroups(WarpgroupQuery, WarpgroupValues, WarpgroupOutputs):
+    """The kernel specialised for one `WarpgroupConfig`."""
+
+    def __init__(self, config: WarpgroupConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        region: Int64,
+        table: Int64,
+        rank: Int32,
+        kv: Int64,
+        rows: Int64,
+        valid: Int64,
+        latent: Int64,
+        lse: Int64,
+        scale_log2: Float32,
+        out_scale: Float32,
+        deadline: Int64,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch over (split, head groups, batch rows); arguments as in `launch.run_sparse`, addresses as integers."""
+        self.kernel(
+            SparseArguments(region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline)
+        ).launch(**self.launch_shape, stream=stream)
+
+    @property
+    def launch_shape(self) -> dict[str, Any]:
+        """Grid, CTA, cluster and what they hold: keyword arguments of a launch."""
+        config = self.config
+        shape = {
+            "grid": config.grid,
+            "block": [config.threads, 1, 1],
+            "smem": config.shared.nbytes,
+            "use_pdl": config.pdl,
+            "max_number_threads": [config.threads, 1, 1],
+            "min_blocks_per_mp": 1,
+        }
+        return shape | ({"cluster": [config.split, 1, 1]} if config.split > 1 else {})
+
+    @cute.kernel
+    def kernel(self, arguments: SparseArguments) -> None:
+        worker = self.begin()
+        if worker.warp >= self.config.first_query_warp:
+            self.serve_query(arguments, self.counted_from(worker, self.config.first_query_warp))
+        else:
+            self.compute(arguments, worker)
+        if cutlass.const_expr(self.config.trigger == "end"):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def begin(self) -> Worker:
+        """Set-up of a CTA up to its dependency wait: barriers, abort flag, maxima, first cluster arrival."""
+        config = self.config
+        layout = config.shared
+        thread, _, _ = cute.arch.thread_idx()
+        split, tile_group, row = cute.arch.block_idx()
+        memory = cute.arch.get_dyn_smem(Uint8, alignment=1024)
+        barriers = cute.recast_ptr(memory, dtype=Int64)
+        shared = Int32(memory.toint())
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        worker = Worker(row, tile_group, split, thread, warp, thread % 32, shared, barriers)
+        if thread == 0:
+            for tile in cutlass.range_constexpr(layout.tiles):
+                cute.arch.mbarrier_init(barriers + layout.key_barrier(tile) // 8, 1)
+            for offset, arrivals in self.output_barriers:
+                cute.arch.mbarrier_init(barriers + offset // 8, arrivals)
+            self.begin_outputs(barriers)
+            cute.arch.mbarrier_init_fence()
+            ptx.store_shared(shared + layout.abort_flag, [Int32(0)])
+        if thread < config.head_rows:
+            ptx.store_shared(shared + layout.maxima + thread * 4, [Int32(EMPTY_MAXIMUM)])
+        if cutlass.const_expr(config.split > 1):
+            cute.arch.cluster_arrive_relaxed()
+        if cutlass.const_expr(config.trigger == "start"):
+            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        return worker
+
+    @cute.jit
+    def compute(self, arguments: SparseArguments, worker: Worker) -> None:
+        """The compute warps: gather, attention, outputs."""
+        index = self.load_index(arguments, worker, Int32(0))
+        count = self.load_count(arguments, worker)
+        keys = self.keys_of_cta(count, worker)
+        if keys > 0:
+            self.gather(index, keys, arguments, worker)
+        self.stage_owners(arguments, worker)
+        self.pass_peers()
+        cute.arch.barrier(barrier_id=QUERY_STAGED, number_of_threads=self.config.staged_threads)
+        if count > 0:
+            self.attend(keys, arguments, worker)
+        else:
+            self.empty_row(arguments, worker)
+        self.await_peers()
+
+    def gathered_key(self, worker: Worker) -> Any:
+        """Key of a chunk that this lane gathers: the tiles in turn, so that the first one is there first."""
+        return worker.lane // TILE_ROWS * KEY_TILE + worker.warp * TILE_ROWS + worker.lane % TILE_ROWS
+
+    @cute.jit
+    def load_index(self, arguments: SparseArguments, worker: Worker, chunk: Int32) -> Int32:
+        """Flat cache row of the key that this lane gathers in `chunk`; it may precede the count, not the list's end."""
+        index = Int32(0)
+        if worker.lane < TILE_ROWS * self.config.shared.tiles:
+            key = worker.split + self.config.split * (chunk * self.config.chunk + self.gathered_key(worker))
+            index = self.load_row_number(arguments, worker, key)
+        return index
+
+    @cute.jit
+    def gather(self, index: Int32, left: Int32, arguments: SparseArguments, worker: Worker) -> None:
+        """Start the copies of a chunk of which `left` > 0 keys are left; V past the count is 0 up to its last step."""
+        layout = self.config.shared
+        tiles = layout.tiles
+        if worker.thread < tiles:
+            rows = ptx.minimum_int32(left - worker.thread * KEY_TILE, Int32(KEY_TILE))
+            if rows > 0:
+                barrier = worker.barriers + (layout.key_barrier(0) // 8 + worker.thread)
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * numerics.ROW_BYTES)
+        keys = worker.shared + layout.keys
+        key = self.gathered_key(worker)
+        if (worker.lane < TILE_ROWS * tiles) & (key < left):
+            ptx.bulk_load(
+                keys + key * ROW_PITCH,
+                arguments.kv + Int64(index) * numerics.ROW_BYTES,
+                numerics.ROW_BYTES,
+                worker.shared + layout.key_barrier(0) + worker.lane // TILE_ROWS * 8,
+            )
+        count = ptx.minimum_int32(left, Int32(self.config.chunk))
+        padded = (count + (VALUE_STEP - 1)) // VALUE_STEP * VALUE_STEP
+        for turn in cutlass.range_constexpr(VALUE_STEP // COMPUTE_WARPS):
+            missing = count + worker.warp + turn * COMPUTE_WARPS
+            if missing < padded:
+                zero = Uint32(0)
+                ptx.store_shared(keys + missing * ROW_PITCH + worker.lane * 16, [zero, zero, zero, zero])
+
+    @cute.jit
+    def attend(self, keys: Int32, arguments: SparseArguments, worker: Worker) -> None:
+        """All chunks of this CTA's keys (perhaps none), then the outputs, for a row of count > 0.
+
+        The first chunk has been gathered.
+        """
+        config = self.config
+        scale_log2 = arguments.scale_log2
+        accumulators = cute.make_rmem_tensor(config.head_rows, Float32)
+        accumulators.fill(0.0)
+        statistics = cute.make_rmem_tensor(2, Float32)  # running (max, sum) of head `thread`
+        statistics[0] = Float32(EMPTY)
+        statistics[1] = Float32(0.0)
+        next_index = cute.make_rmem_tensor(1, Int32)
+        next_index[0] = Int32(0)
+        chunks = (keys + (config.chunk - 1)) // config.chunk
+        for chunk in cutlass.range(chunks, unroll=1):
+            left = keys - chunk * config.chunk
+            if left > config.chunk:
+                next_index[0] = self.load_index(arguments, worker, chunk + 1)
+            self.attend_scores(chunk, left, scale_log2, worker)
+            # P and the sums are complete.
+            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
+            self.count_chunk(statistics, scale_log2, worker)
+            if chunk > 0:
+                self.rescale(accumulators, scale_log2, worker)
+            self.values(accumulators, left, worker)
+            if left > config.chunk:
+                # Keys and P have been read.
+                cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
+                self.keep_maximum(statistics, worker)
+                self.gather(next_index[0], left - config.chunk, arguments, worker)
+        self.store_statistics(statistics, worker)
+        self.finish_row(accumulators, arguments, worker)
+
+    @cute.jit
+    def attend_scores(self, chunk: Int32, left: Int32, scale_log2: Float32, worker: Worker) -> None:
+        """Scores and P of a chunk of which `left` keys are left."""
+        layout = self.config.shared
+        scores = cute.make_rmem_tensor(self.config.head_rows // 2, Float32)
+        scores.fill(0.0)
+        tile = self.tile_of(worker)
+        if tile * KEY_TILE < left:
+            ptx.wait_barrier(worker.shared + layout.key_barrier(0) + tile * 8, chunk & 1)
+            found = self.scores(worker)
+            for place in cutlass.range_constexpr(self.config.head_rows // 2):
+                scores[place] = found[place]
+        values = [scores[place] for place in range(self.config.head_rows // 2)]
+        if cutlass.const_expr(layout.depths > 1):
+            if worker.warp >= self.softmax_warps:
+                self.store_partial(values, worker)
+            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
+            if worker.warp < self.softmax_warps:
+                self.softmax(self.add_partials(values, worker), left, scale_log2, worker)
+        else:
+            self.softmax(values, left, scale_log2, worker)
