@@ -44,6 +44,7 @@ class StepBuffers:
         self.ranks = ranks
         self.graph: torch.cuda.CUDAGraph | None = None
         self.uses = 0
+        self.family = ""  # of the sparse decode, once a layer has run
         self.integers = torch.zeros(shape.integers, dtype=torch.int64, device=device)
         lead = (layers, len(ranks), shape.rows)
         rows = (*lead, geometry.owner_heads, numerics.LATENT_DIM)
@@ -84,6 +85,7 @@ class StepBuffers:
     def keep(self, layer: int, runs: list[LayerRun[DeviceBatch]]) -> None:
         """Keep the rows that a layer has merged on all local ranks."""
         torch.stack([run.merged for run in runs], out=self.merged[layer])
+        self.family = runs[0].family
 
     def read(self, batch: DeviceBatch, mailboxes: list[Mailbox]) -> None:
         """Keep what was selected, and copy what every step needs on the host there, in stream order."""
@@ -108,6 +110,7 @@ class StepBuffers:
             LayerResult(
                 rank,
                 layer,
+                self.family,
                 batch,
                 self._host_merged[layer, index, :count],
                 self._host_valid[layer, index, :count],

@@ -37,7 +37,6 @@ from dcp_decode.verification import Verifier, WorstRow, check_needle_group
 from dcp_decode.waits import WaitTotal
 from dcp_decode.workload import Workload
 
-FAMILY = "seed"
 TIMED_REPLAYS = 20  # of the last step, after a run on a GPU: its stages' times
 CPU_CLOCK = "wall time of every step's stages, waits for peers included"
 
@@ -148,8 +147,9 @@ class Run:
         self.geometry = config.geometry()
         self.layers = config.model.layers
         self.workload = Workload(config.workload.seed, self.geometry)
-        self.verifier = Verifier(self.geometry, self.workload, FAMILY, placement.device)
+        self.verifier = Verifier(self.geometry, self.workload, placement.device)
         self.checked_steps = 0
+        self.families: set[str] = set()  # of the steps' sparse decodes
         self.step_seconds = 0.0
         self.placement = placement
         self.policy = policy
@@ -261,6 +261,7 @@ class Run:
         started = time.perf_counter()
         layers = self._run_layers(plan.index, batch, checked)
         self.step_seconds = time.perf_counter() - started
+        self.families.add(layers[0].family)
         black_box.at("verification", plan.index)
         for number, run in enumerate(layers):
             account(self.summaries[number % len(self.summaries)], run)
@@ -330,7 +331,7 @@ class Run:
             fabric=self.fabric.name,
             fabric_reason=self.placement.reason,
             route=self.config.parallel.route,
-            family=FAMILY,
+            family=", ".join(sorted(self.families)) or "none",
             device=str(self.fabric.device),
             ranks=self.geometry.dcp,
             process_ids=[peer.process_id for peer in self.control.peers],

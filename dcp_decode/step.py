@@ -179,10 +179,12 @@ class LayerResult:
     """What a rank's layer left, on the host: all that verification and the digest need of it.
 
     merged: BF16 [B, H, 512]; valid: int32 [B]; positions: int64 [B, K] as in `Selection`. Real rows only.
+    family: of its sparse decode (`oracle.FAMILIES`).
     """
 
     rank: int
     layer: int
+    family: str
     batch: Batch
     merged: torch.Tensor
     valid: torch.Tensor
@@ -210,6 +212,11 @@ class LayerRun(Generic[AnyBatch]):
     @property
     def rank(self) -> int:
         return self.state.rank
+
+    @property
+    def family(self) -> str:
+        """Of its sparse decode (`oracle.FAMILIES`)."""
+        return self.state.stages.family(self.batch.size)
 
     @property
     def valid(self) -> torch.Tensor:

@@ -64,10 +64,9 @@ class Verifier:
     device: where it computes. Its integers are the same everywhere, and a GPU's FP64 is as exact as a CPU's.
     """
 
-    def __init__(self, geometry: Geometry, workload: Workload, family: str, device: torch.device | str = "cpu") -> None:
+    def __init__(self, geometry: Geometry, workload: Workload, device: torch.device | str = "cpu") -> None:
         self.geometry = geometry
         self.workload = workload
-        self.family = family
         self.device = torch.device(device)
         self.worst = WorstRow()
         # What the rows of the newest (step, layer) attend to: the same for every rank that is checked in turn.
@@ -117,7 +116,7 @@ class Verifier:
             torch.stack([one.keys for one in expected]),
             torch.stack([one.source for one in expected]),
             self.geometry,
-            self.family,
+            runs[0].family,
         )
 
     def _expected(self, step: int, layer: int, row: VerifyRow, batch: Batch) -> _Expected:

@@ -73,7 +73,7 @@ def test_every_row_equals_the_per_row_step(route):
     plain = [
         RankState(GEOMETRY, workload, FlatCache(LAYERS, PAGES, GEOMETRY), stages) for stages in make_stages(GEOMETRY)
     ]
-    verifier = Verifier(GEOMETRY, workload, "seed")
+    verifier = Verifier(GEOMETRY, workload)
     service = make_service(GEOMETRY)
     shapes = set()
     while (plan := service.next_step()) is not None:

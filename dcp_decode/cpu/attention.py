@@ -19,6 +19,7 @@ import torch
 from dcp_decode import numerics
 from dcp_decode.geometry import Geometry
 
+FAMILY = "seed"
 SPLIT = 4
 CHUNK = 64
 

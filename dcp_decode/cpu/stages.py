@@ -15,7 +15,7 @@ import torch
 
 from dcp_decode import numerics, topk
 from dcp_decode.cpu.arrival import Arrival
-from dcp_decode.cpu.attention import Partial, merge_sources, sparse_attention
+from dcp_decode.cpu.attention import FAMILY, Partial, merge_sources, sparse_attention
 from dcp_decode.mailbox import Mailbox, Stage
 
 
@@ -45,6 +45,10 @@ class CpuStages:
 
     def prepare(self, batch: int) -> None:
         """Called before the first use of a batch of B rows; there is nothing to compile on a CPU."""
+
+    def family(self, batch: int) -> str:
+        """Of the sparse decode of B rows (`oracle.FAMILIES`): the same for all."""
+        return FAMILY
 
     def select_push(self, candidates: torch.Tensor) -> None:
         """Stage 0, first half: this rank's local top-k (int64 [B, K]) into every rank's mailbox."""

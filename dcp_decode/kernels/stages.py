@@ -25,7 +25,7 @@ from dcp_decode.kernels.launch import (
     run_value,
     run_value_push,
 )
-from dcp_decode.kernels.sparse_layout import sparse_for
+from dcp_decode.kernels.sparse_layout import decode_config, sparse_for
 from dcp_decode.mailbox import Mailbox, Stage
 
 
@@ -60,6 +60,10 @@ class GpuStages:
         self._received[batch] = torch.full(
             (g.dcp, batch, g.topk), topk.ABSENT, dtype=torch.int64, device=mailbox_device(self.mailbox)
         )
+
+    def family(self, batch: int) -> str:
+        """Of the sparse decode of B rows (`oracle.FAMILIES`): as the layout chooses it."""
+        return decode_config(self.geometry, batch, self.push, self.architecture).family
 
     def select_push(self, candidates: torch.Tensor) -> None:
         """Stage 0, first half: this rank's local top-k (int64 [B, K]) into every rank's mailbox."""
