@@ -18,8 +18,9 @@ from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.chain_config import chain_config
 from dcp_decode.kernels.configs import KernelConfig, stage_kernels
 from dcp_decode.kernels.sparse_config import EXCHANGES, QUERY_WARPS, SparseConfig
-from dcp_decode.kernels.sparse_layout import sparse_config
+from dcp_decode.kernels.sparse_layout import refuse_architecture, sparse_config
 from dcp_decode.kernels.sparse_refusal import ARCHITECTURES
+from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
 
 CONTROL = "crowded"  # a variant that must spill; not in the table
 TABLE = Path(__file__).parent / "data" / "kernel_resources.json"
@@ -40,14 +41,18 @@ INSTRUCTIONS = {
     "unpack E4M3": (r"cvt\.rn\.f16x2\.e4m3x2", r"F2FP\.F16\.E4M3\.UNPACK_B"),
     "pack E4M3": (r"cvt\.rn\.satfinite\.e4m3x2\.f32", r"F2FP\.SATFINITE\.E4M3\.F32"),
     "tensor core": (r"mma\.sync\.aligned\.m16n8k16", r"HMMA\.16816\.F32"),
+    "warpgroup product": (r"wgmma\.mma_async", r"HGMMA"),
+    "matrix store": (r"stmatrix", r"STSM"),
 }
+# Heads of a CTA, CTAs of a cluster, keys of a chunk.
+WARPGROUP_SIZES = ((48, 1, 256), (48, 2, 256), (16, 4, 64), (16, 2, 128), (32, 8, 256))
 LOCAL_MEMORY = re.compile(r"\b(?:LDL|STL)\b")
 
 
-def variants() -> dict[str, tuple[str, KernelConfig]]:
+def variants(architecture: str) -> dict[str, tuple[str, KernelConfig]]:
     """Name in the table -> the kernel's name in `jit.COMPILERS` and its configuration."""
     g = Geometry(capacity=5)
-    push, local = (stage_kernels(g, 5, route, ARCHITECTURES[0]) for route in (True, False))
+    push, local = (stage_kernels(g, 5, route, architecture) for route in (True, False))
     found = {name: (name, local[name]) for name in ("topk_push", "topk_receive", "query_push", "value_push")}
     found |= {"merge_push": ("merge", push["merge"]), "merge_local": ("merge", local["merge"])}
     sparse = [sparse_config(g, 5, route, tiles=tiles) for route in (True, False) for tiles in (1, 2, 3)]
@@ -55,7 +60,10 @@ def variants() -> dict[str, tuple[str, KernelConfig]]:
     sparse += [sparse_config(g, 5, tiles=tiles, exchange="probabilities") for tiles in (1, 2, 3)]
     chains = [chain_config(g, 5, exchange=exchange) for exchange in EXCHANGES]
     found |= {config.name: ("chain", config) for config in chains}
-    return found | {config.name: ("sparse_decode", config) for config in sparse}
+    warpgroups = [WarpgroupConfig(g, 5, True, *size) for size in WARPGROUP_SIZES]
+    warpgroups.append(WarpgroupConfig(g, 5, False, *WARPGROUP_SIZES[0]))
+    runnable = [config for config in warpgroups if refuse_architecture(config, architecture) is None]
+    return found | {config.name: ("sparse_decode", config) for config in (*sparse, *runnable)}
 
 
 def tools() -> Path | None:
@@ -91,7 +99,9 @@ def describe(function: object, config: KernelConfig) -> dict:
     fields = {key: int(number) for key, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     shared = fields["SHARED"] + config.shared_bytes
     by_registers = SM_REGISTERS // ((fields["REG"] + 7) // 8 * 8 * 32) // (config.threads // 32)
-    resident = min(SM_CTAS, SM_THREADS // config.threads, by_registers, SM_SHARED // (shared + RESERVED_SHARED))
+    # ptxas counts the reserved bytes where a kernel has shared memory at all.
+    occupied = max(shared, RESERVED_SHARED)
+    resident = min(SM_CTAS, SM_THREADS // config.threads, by_registers, SM_SHARED // occupied)
     in_ptx = [name for name, (ptx, _) in INSTRUCTIONS.items() if re.search(ptx, function.__ptx__)]
     in_code = [name for name, (_, sass) in INSTRUCTIONS.items() if re.search(sass, code)]
     assert in_ptx == in_code, f"PTX {in_ptx}, machine code {in_code}"
@@ -137,4 +147,5 @@ if __name__ == "__main__":
         update_table()
     else:
         crowded = CrowdedConfig(**vars(sparse_config(Geometry(capacity=5), 5, tiles=3)))
-        print(json.dumps(compile_all(variants() | {CONTROL: ("sparse_decode", crowded)})))
+        chosen = variants(os.environ["CUTE_DSL_ARCH"]) | {CONTROL: ("sparse_decode", crowded)}
+        print(json.dumps(compile_all(chosen)))

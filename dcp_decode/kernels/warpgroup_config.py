@@ -71,9 +71,9 @@ class WarpgroupConfig:
     def name(self) -> str:
         """Of the variant, for tables and file names."""
         route = "push" if self.push else "local"
-        parts = [f"b{self.batch}", f"h{self.geometry.heads}", route, f"w{self.head_rows}x{self.split}x{self.chunk}"]
+        parts = [f"b{self.batch}", f"h{self.geometry.heads}", route, f"{self.head_rows}x{self.split}x{self.chunk}"]
         parts += [self.trigger] * (self.trigger != "merge")
-        return "sparse_" + "_".join(parts)
+        return "warpgroup_" + "_".join(parts)
 
     def refusal(self) -> SparseRefusal | None:
         """None when the kernel can run this configuration, else why not."""

@@ -1,4 +1,4 @@
-"""A small use of both routes, a fused one and the warpgroup decode, for compute-sanitizer: two rows, one often empty."""
+"""Small uses of both routes, the fused chain and the warpgroup decode, for compute-sanitizer: two rows, one empty."""
 
 from __future__ import annotations
 
