@@ -45,7 +45,7 @@ INSTRUCTIONS = {
     "matrix store": (r"stmatrix", r"STSM"),
 }
 # Heads of a CTA, CTAs of a cluster, keys of a chunk.
-WARPGROUP_SIZES = ((48, 1, 256), (48, 2, 256), (16, 4, 64), (16, 2, 128), (32, 8, 256))
+WARPGROUP_SIZES = ((32, 1, 256), (16, 1, 256), (32, 8, 256), (16, 4, 64), (8, 2, 128))
 LOCAL_MEMORY = re.compile(r"\b(?:LDL|STL)\b")
 
 

@@ -24,7 +24,7 @@ WAVE_CLUSTERS = 30
 
 # (architecture, heads) -> ((most rows, most keys), layout), the first that has room is chosen.
 MEASURED: dict[tuple[str, int], tuple[tuple[tuple[int, int], Layout], ...]] = {}
-HEAD_ROWS = (8, 16, 32, 48, 64)  # of a CTA, worth timing
+HEAD_ROWS = (8, 16, 24, 32)  # of a CTA, worth timing
 
 
 def sparse_layout(batch: int, heads: int, keys: int, architecture: str) -> Layout:

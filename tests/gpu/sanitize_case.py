@@ -37,7 +37,7 @@ assert torch.equal(chain.merged[3].view(torch.int16), pushed.merged[3].view(torc
 # One CTA a row, an inbox over the keys, an inbox of its own with partial scores; one chunk of keys and two.
 if torch.cuda.get_device_capability()[0] == 9:
     geometry = Geometry(capacity=2, topk=320)
-    for head_rows, split, chunk in ((48, 1, 256), (48, 2, 256), (16, 4, 64)):
+    for head_rows, split, chunk in ((32, 1, 256), (32, 2, 256), (16, 4, 64)):
         ranks = SparseRank(geometry, 3)
         attended = make_inputs(geometry, [300, 0], seed=2, cache_rows=512)
         ranks.put_query(attended.query)

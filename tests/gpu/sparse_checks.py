@@ -19,6 +19,7 @@ from dcp_decode.kernels.sparse_layout import DecodeConfig, Layout
 from dcp_decode.mailbox import CONTROL_BYTES, RECORD_FIELDS, Stage
 from dcp_decode.needle import STRAY_BYTE, build_needle, check_needle, check_needle_lse
 
+SHORT_DEADLINE_NANOSECONDS = 200_000_000  # of a wait for a word that never comes
 EDGE_COUNTS = [0, 1, 31, 32, 33, 255, 256, 257, 2048, 0, 2, 3, 64, 65, 129, 300]
 ROUTES = pytest.mark.parametrize("push", [True, False], ids=["push", "local"])
 NAN_BYTES = pytest.mark.parametrize("nan_byte", [0x7F, 0xFF], ids=["positive", "negative"])
@@ -303,14 +304,14 @@ def check_missing_query_word(make: Layout) -> None:
     ranks.put_query(inputs.query)
     section[0, 1, 37, 5] = -1  # one word of (row 1, head 37), whose owner is rank 3
     torch.cuda.synchronize()
-    ranks.launch(config, inputs)
+    ranks.launch(config, inputs, deadline_nanoseconds=SHORT_DEADLINE_NANOSECONDS)
     torch.cuda.synchronize()
     assert int(ranks.mailbox.abort_word) == 1
     record = dict(zip(RECORD_FIELDS, ranks.mailbox.record_words.tolist(), strict=False))
     expected = {"stage": 2, "waiting_rank": 2, "source_rank": 3, "row": 1, "head": 37, "word": 5, "use": 0}
     assert {name: record[name] for name in expected} == expected
     assert record["value_seen"] == -1
-    assert record["nanoseconds"] >= 200_000_000
+    assert record["nanoseconds"] >= SHORT_DEADLINE_NANOSECONDS
     outputs = ranks.take_partials(3)
     first = 37 // config.head_rows * config.head_rows
     heads = slice(first, first + config.head_rows)  # of the same CTA
@@ -321,10 +322,10 @@ def check_missing_query_word(make: Layout) -> None:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(ranks.stream):
         begin.record()
-        ranks.launch(config, inputs)
+        ranks.launch(config, inputs)  # whose deadline is far longer
         end.record()
     torch.cuda.synchronize()
-    assert begin.elapsed_time(end) < 100
+    assert begin.elapsed_time(end) < 1000
     assert bool((ranks.take_partials(3).out[1].view(torch.int16) == -1).all())
 
 
