@@ -26,7 +26,7 @@ class WarpgroupQuery(PolledQuery):
     """The query warps of `SparseWarpgroups`."""
 
     config: WarpgroupConfig
-    pieces_in_flight = 10  # of a thread
+    pieces_in_flight = 8  # of a thread
 
     def piece(self, turn: int, thread: Any) -> Any:
         """Number of a query thread's piece: eight threads share a block of two heads; clamped to the last."""
@@ -52,18 +52,18 @@ class WarpgroupQuery(PolledQuery):
         # The tensor cores read what these threads have stored.
         ptx.fence_async_shared()
         cute.arch.barrier_arrive(barrier_id=QUERY_STAGED, number_of_threads=self.config.staged_threads)
-        self.pass_peers()
+        self.await_peers()
+        self.arrive_at_peers()
         cute.arch.barrier(barrier_id=QUERY_WARPS_DONE, number_of_threads=self.config.query_threads)
         self.await_peers()
         self.release_query(worker, address)
 
-    def pass_peers(self) -> None:
-        """The peers' barriers are initialised; this CTA has its words, or will not touch them."""
-        if self.config.split > 1:
-            cute.arch.cluster_wait()
+    def arrive_at_peers(self) -> None:
+        """The cluster barrier, first: this CTA's mbarriers are initialised; then: it has its query words."""
+        if self.config.clustered:
             cute.arch.cluster_arrive_relaxed()
 
     def await_peers(self) -> None:
-        """All CTAs of the cluster have their words."""
-        if self.config.split > 1:
+        """All CTAs of the cluster have arrived."""
+        if self.config.clustered:
             cute.arch.cluster_wait()
