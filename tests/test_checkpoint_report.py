@@ -15,6 +15,8 @@ from checkpoint_document import document
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
+from dcp_decode.checkpoint import summary
+from dcp_decode.checkpoint.presentation import notes
 from dcp_decode.checkpoint.report import render_report
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -107,19 +109,58 @@ def test_document_with_one_point_and_no_peers_is_drawn() -> None:
     assert 'aria-label="Stages against their floors"' in page
 
 
-def test_document_of_real_ranks_says_so_and_has_no_modelled_total() -> None:
+def group_document() -> dict:
+    """Two points of mode group; rounds are kept of chains alone."""
     made = document()
     exchange = made["points"][0]["peers"][1] | {"name": "nccl", "kind": "public", "error": None, "lse_base": None}
+    exchange.pop("rounds_us")
     made |= {"mode": "group", "points": made["points"][:2], "step": [], "sweep": [], "layout": [], "platform": {}}
     for point in made["points"]:
-        point |= {"mode": "group", "peers": [exchange], "floors": {"wire": {"p50_us": 1.5}}}
-        point["stages"] = {"chain": point["stages"]["chain"], "rank_skew": point["stages"]["merge"]}
-    page = render_report(made)
+        chain = point["stages"]["chain"]
+        fused = chain | {"p50_us": chain["p50_us"] - 2.0}
+        stages = {
+            name: {key: value for key, value in stage.items() if key != "rounds_us"}
+            for name, stage in point["stages"].items()
+        }
+        point |= {
+            "mode": "group",
+            "stages": stages | {"chain": chain, "fused_chain": fused, "rank_skew": stages["merge"]},
+            "peers": [exchange | {"name": "nccl_chain", "p50_us": 4 * chain["p50_us"]}, exchange],
+            "floors": {
+                "wire": {"p50_us": 1.5},
+                "solo_chain": chain | {"p50_us": chain["p50_us"] - 1.25},
+                "solo_fused_chain": chain | {"p50_us": chain["p50_us"] - 2.5},
+                "event_node": stages["merge"],
+            },
+        }
+    return made
+
+
+def test_document_of_real_ranks_says_so_and_has_no_modelled_total() -> None:
+    page = render_report(group_document())
     assert "real ranks, maximum over ranks per iteration" in page
     assert "rank skew" in page
-    assert "nccl" in page
+    assert "nccl_chain" in page
     assert "fastest chain + modelled wire" not in page
     assert "no NVLink time" not in page
+
+
+def test_table_of_real_ranks_compares_chains_with_one_rank_alone_and_with_nccl() -> None:
+    made = group_document()
+    lines = [line for line in notes(made) if "on one rank alone" in line]
+    assert len(lines) == 4
+    assert ": chain " in lines[0]
+    assert "+1.25 us on one rank alone" in lines[0]
+    assert lines[0].endswith("4.0 x")
+    assert ": fused chain " in lines[1]
+    assert "+0.50 us on one rank alone" in lines[1]
+    assert summary.lead(made["points"][0]) is None, "an exchange is no alternative to the sparse decode"
+
+
+def test_peers_of_real_ranks_are_drawn_beside_the_chains() -> None:
+    page = render_report(group_document())
+    assert "fused chain (this project)" in page
+    assert "sparse decode (this project)" not in page
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -5,30 +5,53 @@ chain ends on no rank before all have pushed to it, so the timed graphs start wi
 The time of a round is the maximum over ranks, its skew the spread between the first and the last rank.
 
 Every rank has its own keys and rows; queries come from one seed, so each rank knows all heads. For the gate the ranks
-exchange the keys that a layer selects. NCCL moves the same bytes for comparison: an all-gather of the query bytes and
-an all-to-all of the partial rows, each layer, in a graph.
+exchange the keys that a layer selects. At every point, beside the chain:
 
-Not run yet: it needs a GPU a rank. On one GPU its refusal has run.
+    stages        the same chain with event nodes between its kernels, which then don't overlap: a stage lasts until all
+                  that it has stored at its peers is acknowledged, and longer by an event node
+    fused_chain   one launch a layer over the same mailboxes, where it is asked for and fits
+    nccl_chain    the chain's kernels with NCCL between them, whose merged rows must have the chain's bits
+    nccl          NCCL's exchange alone: an all-gather of the query bytes and an all-to-all of the partial rows
+    solo_...      the same chains of this rank alone, with its peers' words in place: no wire in them
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 
-from dcp_decode import numerics, oracle
+from dcp_decode import oracle
 from dcp_decode.checkpoint.gate import Passed, passed_by, passed_by_all
+from dcp_decode.checkpoint.group_chains import (
+    STAGES,
+    ExchangeAlone,
+    FusedChain,
+    GroupChain,
+    Layers,
+    NcclChain,
+    PushedChain,
+)
 from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction, Problem
 from dcp_decode.checkpoint.measure import Measurements
 from dcp_decode.checkpoint.peers.nccl_exchange import NcclExchange
 from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_points
 from dcp_decode.checkpoint.progress import ShowPoint
-from dcp_decode.checkpoint.ranks import current_stream
-from dcp_decode.checkpoint.timing import Series, capture, graph_lengths, layer_series, replay, slowest_rank
+from dcp_decode.checkpoint.ranks import BenchRanks
+from dcp_decode.checkpoint.timing import (
+    LEAD_CYCLES,
+    Series,
+    Stopwatch,
+    capture,
+    graph_lengths,
+    layer_series,
+    replay,
+    slowest_rank,
+)
 from dcp_decode.checkpoint.variants import default_config, variant_name
 from dcp_decode.checkpoint.wire import SOURCE, wire_of
 from dcp_decode.config import RunConfig
@@ -36,15 +59,12 @@ from dcp_decode.control.plane import ControlPlane
 from dcp_decode.errors import WrongResult
 from dcp_decode.fabric.memory import Fabric
 from dcp_decode.kernels.aot import architecture_of
-from dcp_decode.kernels.configs import QueryConfig, ValueConfig
-from dcp_decode.kernels.launch import run_query, run_sparse, run_value
-from dcp_decode.kernels.query import compile_query
-from dcp_decode.kernels.sparse import compile_sparse
-from dcp_decode.kernels.value import compile_value
 from dcp_decode.mailbox import Mailbox, MailboxLayout
+from dcp_decode.statistics import stage_statistics
 from dcp_decode.waits import MailboxTimeout, read_record
 
 WARM_UP_ROUNDS = 3
+GROUP_LEAD_CYCLES = 3 * LEAD_CYCLES  # the host also enqueues the chain that aligns the ranks
 
 
 class GroupCheckpoint:
@@ -53,8 +73,11 @@ class GroupCheckpoint:
     def __init__(self, config: RunConfig, quick: bool, control: ControlPlane, fabric: Fabric) -> None:
         self.config, self.quick, self.control, self.fabric = config, quick, control, fabric
         self.layers = config.model.layers
+        # Behind a graph's layers, so that the chain that aligns the ranks warms no timed keys; even, as a first use.
+        self.aligning_layer = self.layers + self.layers % 2
         self.samples = config.checkpoint.samples
         self.seed = config.workload.seed
+        self.deadline = int(config.mailbox.deadline_seconds * 1e9)
         self.caches = KeyCaches(self.layers, config.cache.k_scale, self.seed + 1 + control.rank)
         self.eviction = L2Eviction()
         self.stream = torch.cuda.Stream()
@@ -82,7 +105,7 @@ class GroupCheckpoint:
             "sweep": [],
             "layout": [],
             "platform": {},
-            "peer_facts": [asdict(self.nccl.facts)],
+            "peer_facts": [asdict(self.nccl.facts), asdict(self.nccl.chain_facts)],
             "wire": asdict(wire_of(geometry, own_shape(self.config).batch)) | {"source": SOURCE},
         }
         worst = max(passed, key=lambda one: one.share)
@@ -96,21 +119,22 @@ class GroupCheckpoint:
         mailbox.arm()
         torch.cuda.synchronize()
         self.control.barrier(f"mailboxes of {shape} are armed")
-        # One layer more than a graph has: the chain that aligns the ranks must not warm a timed layer's keys.
-        layers = self.layers + 1
+        layers = self.aligning_layer + 1
         problem = Problem(geometry, shape, point.l2, 1, layers, self.caches, self.seed, own_seed=1 + self.control.rank)
-        chain = _Chain(problem, mailbox, int(self.config.mailbox.deadline_seconds * 1e9))
         label = f"{shape}, {point.l2}"
+        evict = self.eviction.enqueue if point.l2 == "cold" else lambda: None
+        chain = PushedChain(problem, mailbox, self.deadline)
         before = self._pass_gate(chain, label)
-        prepare = self.eviction.enqueue if point.l2 == "cold" else lambda: None
-        series, skew = self._time(chain.launch, prepare, label)
-        wait = read_record(mailbox)
-        if wait is not None:
-            raise MailboxTimeout([wait], self.config.mailbox.deadline_seconds)
-        after = self._pass_gate(chain, f"{label}, after the timing")
-        if after.digest != before.digest:
-            raise WrongResult(f"{label}: the kernels left other bits after the timing than before")
-        exchanged, _ = self._time(self.nccl.launcher(geometry, shape.batch), lambda: None, f"{label}, NCCL")
+        series, skew = self._time(chain, evict, label)
+        stages, marks = self._time_stages(chain, evict, label)
+        times = {chain.name: series, "rank_skew": skew}
+        if self.config.checkpoint.fused_chain and FusedChain.fits(problem):
+            fused = FusedChain(problem, mailbox, self.deadline)
+            passed = self._pass_gate(fused, f"{label}, {fused.name}")
+            times[fused.name], _ = self._time(fused, evict, f"{label}, {fused.name}")
+            self._pass_again(fused, passed, f"{label}, {fused.name}")
+        self._pass_again(chain, before, label)
+        peers = self._time_nccl(chain, evict, label)
         entry = {
             "batch": shape.batch,
             "heads": shape.heads,
@@ -118,34 +142,42 @@ class GroupCheckpoint:
             "l2": point.l2,
             "mode": "group",
             "variant": variant_name(chain.config),
-            "stages": {
-                "chain": series.statistics() | {"rounds_us": [round(float(value), 3) for value in series.layer]},
-                "rank_skew": skew.statistics(),
+            "stages": stages
+            | {name: series.statistics() | {"rounds_us": series.rounds()} for name, series in times.items()},
+            "peers": peers,
+            "floors": {
+                "wire": {"p50_us": wire_of(geometry, shape.batch).layer_us},
+                "event_node": marks,
+                **self._time_solo(point, set(times)),
             },
-            "peers": [self.nccl.entry(exchanged)],
-            "floors": {"wire": {"p50_us": wire_of(geometry, shape.batch).layer_us}},
         }
         return entry, before
 
-    def _time(self, launch: Callable[[int], None], prepare: Callable[[], None], label: str) -> tuple[Series, Series]:
-        """Layer times, maximum over ranks per round, and their spread over ranks."""
+    def _time_nccl(self, reference: PushedChain, evict: Callable[[], None], label: str) -> list[dict[str, Any]]:
+        """Entries of NCCL: between the same kernels, and its exchange alone. reference: has left layer 0's rows."""
+        problem, label = reference.problem, f"{label}, NCCL"
+        chain = NcclChain(problem, self.control.rank, self.deadline, self.nccl)
+        self._require_same_rows(chain, reference, label)
+        by_nccl, _ = self._time(chain, evict, label)
+        self._refuse_expired(chain)
+        self._require_same_rows(chain, reference, f"{label}, after the timing")
+        exchanged, _ = self._time(ExchangeAlone(problem, self.nccl), lambda: None, f"{label}'s exchange alone")
+        return [self.nccl.chain_entry(by_nccl), self.nccl.entry(exchanged)]
+
+    def _time(self, chain: Layers, evict: Callable[[], None], label: str) -> tuple[Series, Series]:
+        """Layer times, maximum over ranks per round, and their spread over ranks. evict: before a replay."""
         lengths = graph_lengths(self.layers)
         graphs = []
         for length in lengths:
             # Captured on every rank alike, so that the eager layers before a capture meet their peers.
             self.control.barrier(f"capture of {label}")
-            graphs.append(capture(launch, length, self.stream))
+            with torch.cuda.stream(self.stream):
+                chain.rewind()
+            graphs.append(capture(chain.launch, length, self.stream))
         times = np.empty((2, self.samples))
         for sample in range(-WARM_UP_ROUNDS, self.samples):
             for which, graph in enumerate(graphs):
-                self.control.barrier(f"round {sample} of {label}")
-
-                def aligned() -> None:
-                    prepare()
-                    launch(self.layers)
-
-                begin, end = replay(graph, aligned, self.stream)
-                self.stream.synchronize()
+                begin, end = self._replay(graph, chain, evict, f"round {sample} of {label}")
                 if sample >= 0:
                     times[which, sample] = begin.elapsed_time(end) * 1e3
         own = layer_series(times[0], times[1], lengths)
@@ -155,7 +187,88 @@ class GroupCheckpoint:
         slowest_step, step_spread = slowest_rank(steps)
         return Series(slowest, slowest_step), Series(spread, step_spread)
 
-    def _pass_gate(self, chain: _Chain, label: str) -> Passed:
+    def _replay(
+        self, graph: torch.cuda.CUDAGraph, chain: Layers, evict: Callable[[], None], label: str
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """One replay on all ranks together, ended; the events around it."""
+        self.control.barrier(label)
+
+        def aligned() -> None:
+            evict()
+            chain.rewind()
+            chain.launch(self.aligning_layer)
+            chain.rewind()
+
+        events = replay(graph, aligned, self.stream, GROUP_LEAD_CYCLES)
+        self.stream.synchronize()
+        return events
+
+    def _time_stages(
+        self, chain: PushedChain, evict: Callable[[], None], label: str
+    ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+        """Of each stage, mean of the layers of a replay and maximum over ranks; and what an event node takes."""
+        marks: list[torch.cuda.Event] = []
+
+        def mark() -> None:
+            event = torch.cuda.Event(enable_timing=True, external=True)
+            event.record()
+            marks.append(event)
+
+        self.control.barrier(f"capture of {label}, stages")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            mark()
+            mark()
+            for layer in range(self.layers):
+                chain.launch(layer, mark)
+        times = np.empty((1 + len(STAGES), self.samples))
+        for sample in range(-WARM_UP_ROUNDS, self.samples):
+            self._replay(graph, chain, evict, f"round {sample} of {label}, stages")
+            if sample >= 0:
+                between = [begin.elapsed_time(end) * 1e3 for begin, end in itertools.pairwise(marks)]
+                times[0, sample] = between[0]
+                times[1:, sample] = np.reshape(between[1:], (self.layers, len(STAGES))).mean(0)
+        slowest = np.array(self.control.all_gather(times, f"stage times of {label}")).max(0)
+        empty, *stages = (stage_statistics(of * 1e-6) for of in slowest)
+        return dict(zip(STAGES, stages, strict=True)), empty
+
+    def _time_solo(self, point: Point, names: Collection[str]) -> dict[str, dict[str, float]]:
+        """This rank's chains as mode solo times them, by solo_ + name; the slower of the ranks' in every round."""
+        geometry, rank = geometry_of(self.config, point.shape), self.control.rank
+        problem = Problem(geometry, point.shape, point.l2, 1, self.layers, self.caches, self.seed, own_seed=1 + rank)
+        bench = BenchRanks(problem, (rank,), self.eviction)
+        config = default_config(geometry, point.shape, True, architecture_of(problem.caches.device))
+        subjects = [*bench.subjects(config), bench.fused_subject()]
+        chains = [subject for subject in subjects if subject is not None and subject.name in names]
+        own = Stopwatch(self.layers).measure(chains, self.samples, self.seed)
+        label = f"{point.shape}, {point.l2}, solo"
+        bench.require_no_expired_wait(label)
+        ranks = self.control.all_gather({name: series.layer for name, series in own.items()}, f"times of {label}")
+        slowest = {name: slowest_rank(np.array([times[name] for times in ranks]))[0] for name in own}
+        return {f"solo_{name}": stage_statistics(times * 1e-6) for name, times in slowest.items()}
+
+    def _refuse_expired(self, chain: GroupChain) -> None:
+        wait = read_record(chain.mailbox)
+        if wait is not None:
+            raise MailboxTimeout([wait], self.config.mailbox.deadline_seconds)
+
+    def _require_same_rows(self, chain: GroupChain, reference: GroupChain, label: str) -> None:
+        """Raise WrongResult unless a chain's rows of layer 0 are those that the reference has just left."""
+        self.control.barrier(label)
+        chain.merged.view(torch.int16).fill_(-1)
+        chain.rewind()
+        chain.launch(0)
+        torch.cuda.synchronize()
+        if not torch.equal(chain.merged.view(torch.int16), reference.merged.view(torch.int16)):
+            raise WrongResult(f"{label}, rank {self.control.rank}: other bits than the chain over the mailboxes")
+
+    def _pass_again(self, chain: GroupChain, before: Passed, label: str) -> None:
+        """Raise MailboxTimeout or WrongResult unless all went well since, and the gate is passed with the same bits."""
+        self._refuse_expired(chain)
+        if self._pass_gate(chain, f"{label}, after the timing").digest != before.digest:
+            raise WrongResult(f"{label}: the kernels left other bits after the timing than before")
+
+    def _pass_gate(self, chain: GroupChain, label: str) -> Passed:
         """One layer's merged rows of this rank's heads against the oracle over all ranks' keys."""
         problem, rank = chain.problem, self.control.rank
         geometry = problem.geometry
@@ -167,38 +280,9 @@ class GroupCheckpoint:
         everyone = self.control.all_gather(selected.cpu(), f"keys of {label}")
         heads = slice(rank * geometry.owner_heads, (rank + 1) * geometry.owner_heads)
         query = problem.query_bytes[:, heads]
-        family = oracle.family_named(chain.config.family)
+        family = oracle.family_named(chain.family)
         parts = [oracle.source_partial(query, keys.cuda(), problem.valid, geometry, family) for keys in everyone]
         verdict = oracle.verify_merged(chain.merged, oracle.merge_partials(parts))
         verdict.require(f"{label}, rank {rank}")
         own = passed_by([verdict], [chain.merged])
         return passed_by_all(self.control.all_gather(own, f"verdicts of {label}"))
-
-
-class _Chain:
-    """This rank's three kernels on its mailbox: layer after layer, generations flip as in a model."""
-
-    def __init__(self, problem: Problem, mailbox: Mailbox, deadline_nanoseconds: int) -> None:
-        geometry, batch = problem.geometry, problem.shape.batch
-        self.problem, self.mailbox, self.deadline = problem, mailbox, deadline_nanoseconds
-        self.config = default_config(geometry, problem.shape, True, architecture_of(torch.device("cuda")))
-        self.kernels = (
-            compile_query(QueryConfig(geometry, batch)),
-            compile_sparse(self.config),
-            compile_value(ValueConfig(geometry, batch)),
-        )
-        first = mailbox.rank * geometry.owner_heads
-        self.query = problem.query[:, first : first + geometry.owner_heads].contiguous()
-        shape = (batch, geometry.owner_heads, numerics.LATENT_DIM)
-        self.merged = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-
-    def launch(self, layer: int) -> None:
-        """All three stages of layer i on the current stream."""
-        query, sparse, value = self.kernels
-        stream, problem = current_stream(), self.problem
-        run_query(query, self.mailbox, self.query, stream)
-        run_sparse(
-            sparse, self.mailbox, problem.caches.e4m3, problem.rows_of(layer), problem.valid, None, None,
-            self.deadline, stream,
-        )  # fmt: skip
-        run_value(value, self.mailbox, self.merged, self.deadline, stream)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dcp_decode import oracle
-from dcp_decode.checkpoint import floors, peer_timing
+from dcp_decode.checkpoint import floors, peer_timing, summary
 from dcp_decode.checkpoint.gate import Gate, Passed
 from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction, Problem
 from dcp_decode.checkpoint.peers import ALL_PEERS, QUICK_PEERS, Peer, PeerSkipped
@@ -43,7 +43,6 @@ SWEEP_SAMPLES = 25
 TUNING_SAMPLES = 7
 SPIN_CYCLES = 20_000  # long against the launch of the kernel that spins
 L2_SHARE = 1 / 3  # of L2 that the mailboxes of a graph may take, so that words and hot keys stay there
-CHAINS = ("chain", "fused_chain")
 STEP_ALLOWANCE = 1.05  # a verify step in one graph against its layers
 
 
@@ -166,7 +165,7 @@ class _PointRun:
             self._sweep()
         if self.stopwatch.layers == checkpoint.config.model.layers:
             names = [subject.name for subject in stages]
-            checkpoint.steps += [self._step(name, series[name]) for name in CHAINS if name in names]
+            checkpoint.steps += [self._step(name, series[name]) for name in summary.CHAINS if name in names]
         launch = series["launch"].p50
         shape = self.point.shape
         return {
@@ -325,8 +324,8 @@ class _PointRun:
         return series.statistics() | {"rounds_us": self._rounds(series)}
 
     def _rounds(self, series: Series) -> list[float]:
-        """Rounds are kept where something is compared; nanoseconds are below what an event resolves."""
-        return [round(float(value), 3) for value in series.layer] if self.point.compared else []
+        """Kept where something is compared."""
+        return series.rounds() if self.point.compared else []
 
 
 def _require_same_bits(before: Mapping[str, Passed], after: Mapping[str, Passed], label: str) -> None:

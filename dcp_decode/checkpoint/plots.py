@@ -69,9 +69,12 @@ def stage_bars(points: Mapping[str, summary.Point]) -> str:
 
 
 def peer_bars(point: summary.Point) -> str:
-    """Our sparse decode and every peer that ran at a point, the fastest on top."""
-    own = summary.median(point, "sparse_decode")
-    rows = [] if own is None else [("sparse decode (this project)", own, OURS)]
+    """Our sparse decode (of real ranks: our chains) and every peer that ran at a point, the fastest on top."""
+    rows = [
+        (f"{name.replace('_', ' ')} (this project)", own, OURS)
+        for name in summary.compared_stages(point)
+        if (own := summary.median(point, name)) is not None
+    ]
     rows += [
         (f"{peer['name']} ({peer['kind']})", peer["p50_us"], PUBLIC if peer["kind"] == "public" else OWN)
         for peer in summary.timed_peers(point)
@@ -92,7 +95,7 @@ def peer_bars(point: summary.Point) -> str:
 
 def distributions(point: summary.Point) -> str:
     """Share of rounds at or below a time, for the stages and for the fastest peer of each kind."""
-    series = [(name.replace("_", " "), times["rounds_us"]) for name, times in point["stages"].items()]
+    series = [(name.replace("_", " "), times.get("rounds_us")) for name, times in point["stages"].items()]
     leads = (summary.lead(point, kind) for kind in ("public", "own"))
     series += [(lead[0]["name"], lead[0]["rounds_us"]) for lead in leads if lead is not None]
     with matplotlib.rc_context(STYLE):

@@ -98,6 +98,13 @@ def notes(document: Mapping[str, Any]) -> list[str]:
     if document["mode"] != "group":
         modelled = wire["query_us"] + wire["value_us"]
         lines.append(f"wire, modelled and not in any figure above: {modelled:.2f} us a layer ({wire['source']})")
+    for point in document["points"]:
+        for group in summary.group_chains(point):
+            lines.append(
+                f"{point['batch']} x {point['keys']}, {point['l2']}: {group.name.replace('_', ' ')} "
+                f"{group.chain:.2f} us, {group.chain - group.solo:+.2f} us on one rank alone ({group.solo:.2f} us); "
+                f"NCCL between the stages' kernels {group.nccl:.2f} us, {group.nccl / group.chain:.1f} x"
+            )
     own = document["points"][0]
     for step in document["step"]:
         if step["within"] and any(step[extent] != own[extent] for extent in ("batch", "heads", "keys")):

@@ -19,6 +19,9 @@ FLOORS = {
     "gather": "reads the row numbers, gathers the rows, writes as many bytes as the partial rows (Triton)",
     "bytes": "compulsory bytes of the sparse decode over copy bandwidth",
     "dependent_loads": "launch, then row number and key: two loads, each waiting for the one before",
+    "solo_chain": "the chain on one rank alone, its peers' words in place",
+    "solo_fused_chain": "the fused chain on one rank alone, its peers' words in place",
+    "event_node": "two event nodes with nothing between them: part of each stage's time, of no chain's",
     "wire": "both NVLink crossings of a layer, modelled; in no time that one GPU measures",
 }
 

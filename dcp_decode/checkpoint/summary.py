@@ -13,7 +13,10 @@ Axis = Literal["batch", "keys", "heads"]
 AXES: tuple[Axis, ...] = ("batch", "keys", "heads")
 CLIFF = 1.3  # of the line between a point's neighbours
 DECODE_FLOORS = ("bytes", "dependent_loads", "gather", "launch")
-SAME_KERNEL = frozenset({"own_local_route"})  # timed beside the peers, but no alternative to us
+CHAINS = ("chain", "fused_chain")
+NCCL_CHAIN = "nccl_chain"
+# Timed beside the peers, but no alternative to the sparse decode.
+NO_ALTERNATIVE = frozenset({"own_local_route", "nccl", NCCL_CHAIN})
 
 
 def own_points(document: Document) -> dict[str, Point]:
@@ -38,7 +41,7 @@ def timed_peers(point: Point, kind: str | None = None) -> list[Mapping[str, Any]
 
 def lead(point: Point, kind: str | None = "public") -> tuple[Mapping[str, Any], float] | None:
     """The fastest alternative and how many times longer it takes than our sparse decode; None without one."""
-    peers = [peer for peer in timed_peers(point, kind) if peer["name"] not in SAME_KERNEL]
+    peers = [peer for peer in timed_peers(point, kind) if peer["name"] not in NO_ALTERNATIVE]
     own = median(point, "sparse_decode")
     return (peers[0], peers[0]["p50_us"] / own) if peers and own else None
 
@@ -47,6 +50,33 @@ def largest_floor(point: Point, names: Collection[str] = DECODE_FLOORS) -> tuple
     """The floor that the sparse decode can't undercut whatever it does: name and microseconds."""
     known = {name: point["floors"][name]["p50_us"] for name in names if name in point["floors"]}
     return max(known.items(), key=lambda item: item[1]) if known else None
+
+
+def compared_stages(point: Point) -> tuple[str, ...]:
+    """What of ours stands beside the peers: the sparse decode, of real ranks the chains."""
+    return CHAINS if point["mode"] == "group" else ("sparse_decode",)
+
+
+@dataclass(frozen=True)
+class GroupChain:
+    """Microseconds of one of a group's chains, of the same kernels without peers, and of the chain over NCCL."""
+
+    name: str
+    chain: float
+    solo: float
+    nccl: float
+
+
+def group_chains(point: Point) -> list[GroupChain]:
+    """What a point of mode group says about its chains; none for other modes."""
+    nccl = next((peer["p50_us"] for peer in point["peers"] if peer["name"] == NCCL_CHAIN), None)
+    if nccl is None:
+        return []
+    return [
+        GroupChain(name, chain, solo["p50_us"], nccl)
+        for name in CHAINS
+        if (chain := median(point, name)) is not None and (solo := point["floors"].get(f"solo_{name}")) is not None
+    ]
 
 
 @dataclass(frozen=True)
@@ -103,7 +133,7 @@ def scalings(document: Document) -> list[Scaling]:
 
 def fastest_chain(point: Point) -> float | None:
     """The faster of the chain of launches and the fused one; None where neither was timed."""
-    return min((time for name in ("chain", "fused_chain") if (time := median(point, name)) is not None), default=None)
+    return min((time for name in CHAINS if (time := median(point, name)) is not None), default=None)
 
 
 def modelled_chain(point: Point) -> float | None:

@@ -55,6 +55,10 @@ class Series:
         """In the form of contract section 7."""
         return stage_statistics(self.layer * 1e-6)
 
+    def rounds(self) -> list[float]:
+        """Of a layer; below a nanosecond an event resolves nothing."""
+        return [round(float(value), 3) for value in self.layer]
+
 
 def graph_lengths(layers: int) -> tuple[int, int]:
     """Layers of the short and of the long graph (at least two)."""
@@ -122,12 +126,15 @@ def capture(launch: Callable[[int], None], length: int, stream: torch.cuda.Strea
 
 
 def replay(
-    graph: torch.cuda.CUDAGraph, prepare: Callable[[], None], stream: torch.cuda.Stream
+    graph: torch.cuda.CUDAGraph,
+    prepare: Callable[[], None],
+    stream: torch.cuda.Stream,
+    lead_cycles: int = LEAD_CYCLES,
 ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     """Enqueue `prepare` and the graph; the events around the graph alone, to be read after a synchronisation."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(LEAD_CYCLES)
+        torch.cuda._sleep(lead_cycles)
         prepare()
         begin.record(stream)
         graph.replay()

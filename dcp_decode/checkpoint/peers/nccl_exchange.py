@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,9 @@ class NcclExchange:
         lse_base="2",
         combine="not included: exchange only, an all-gather and an all-to-all",
         source="NCCL of torch",
+    )
+    chain_facts = replace(
+        facts, name="nccl_chain", bytes_per_key=numerics.ROW_BYTES, combine="our own kernels, joined by NCCL"
     )
 
     def __init__(self, control: ControlPlane) -> None:
@@ -59,19 +63,46 @@ class NcclExchange:
 
         return launch
 
+    def gather(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """All-gathers in one group call. rows: (uint8 [D, n] contiguous, this rank's row of it)."""
+        with torch.distributed._coalescing_manager(self.group, device=rows[0][0].device):
+            for everyone, own in rows:
+                torch.distributed.all_gather_into_tensor(everyone.view(-1), own, group=self.group)
+
+    def exchange(
+        self, sent: Mapping[int, Sequence[torch.Tensor]], received: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
+        """All sends and receives in one group call; contiguous tensors by peer, in the same order on both sides."""
+        operations = [
+            torch.distributed.P2POp(operation, tensor, group=self.group, group_peer=peer)
+            for operation, tensors in ((torch.distributed.isend, sent), (torch.distributed.irecv, received))
+            for peer, many in tensors.items()
+            for tensor in many
+        ]
+        for work in torch.distributed.batch_isend_irecv(operations):
+            work.wait()
+
     def close(self) -> None:
         """End the group; collective, when no graph of it is in use."""
         torch.distributed.destroy_process_group(self.group)
 
     def entry(self, series: Series) -> dict[str, Any]:
-        """As contract section 7 has it: no attention, so no error and no keys."""
+        """Of the exchange alone, as contract section 7 has it: no attention, so no error and no keys."""
+        return self._entry(self.facts, series) | {"bytes_per_key": None, "lse_base": None}
+
+    def chain_entry(self, series: Series) -> dict[str, Any]:
+        """Of the chain of our kernels over NCCL, whose rows have the bits of ours."""
+        return self._entry(self.chain_facts, series)
+
+    @staticmethod
+    def _entry(facts: PeerFacts, series: Series) -> dict[str, Any]:
         return {
-            "name": self.facts.name,
-            "kind": self.facts.kind,
+            "name": facts.name,
+            "kind": facts.kind,
             **series.statistics(),
             "error": None,
-            "bytes_per_key": None,
+            "bytes_per_key": facts.bytes_per_key,
             "heads_padded_to": None,
-            "lse_base": None,
+            "lse_base": facts.lse_base,
             "skipped": None,
         }
