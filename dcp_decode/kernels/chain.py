@@ -64,9 +64,8 @@ from dcp_decode.kernels.sparse_shared import ROW_PITCH, SPLIT
 from dcp_decode.mailbox import Stage
 
 # Named barriers beyond those of the sparse decode.
-QUERY_PUSHED = 4  # the query warps' pushes are issued: the gather may start
-VALUES_PUSHED = 5  # the compute warps' pushes are issued: the values of all CTAs will be there soon
-VALUES_RECEIVED = 6  # of the query warps alone: all have the values of a head
+VALUES_PUSHED = 4  # the compute warps' pushes are issued: the values of all CTAs will be there soon
+VALUES_RECEIVED = 5  # of the query warps alone: all have the values of a head
 
 
 class OwnRows(NamedTuple):
@@ -124,10 +123,6 @@ class DcpChain(SparseDcpDecode):
             cute.arch.barrier_arrive(barrier_id=VALUES_PUSHED, number_of_threads=self.config.threads)
         self.end()
 
-    def before_gather(self) -> None:
-        """All but the query warps leave the memory system to the query pushes first."""
-        cute.arch.barrier(barrier_id=QUERY_PUSHED, number_of_threads=self.config.threads)
-
     @cute.jit
     def exchange_with_ranks(self, arguments: SparseArguments, own: OwnRows, worker: Worker) -> None:
         """The query warps: all that passes between ranks but the push of the values."""
@@ -142,7 +137,6 @@ class DcpChain(SparseDcpDecode):
         # A rank that gave up must not overwrite words that a slow peer has yet to read.
         if gave_up == 0:
             self.push_query(loaded, bases, arguments, own, worker, use, cluster * SPLIT + worker.split)
-        cute.arch.barrier_arrive(barrier_id=QUERY_PUSHED, number_of_threads=config.threads)
         address = self.query_address(arguments, worker, use)
         self.receive_query(arguments, worker, use, address)
         self.publish_use(worker, use, gave_up)

@@ -147,12 +147,20 @@ def _braced(count: int) -> str:
     return "{" + ",".join(f"${index}" for index in range(count)) + "}"
 
 
-def wait_barrier(address: Any, parity: Any) -> None:
-    """mbarrier.try_wait until the phase of this parity has completed; no time hint: with one, a thread wakes late."""
+def wait_barrier(address: Any, parity: Any, ready: Sequence[Any] = (), scratch: Any = 0) -> None:
+    """mbarrier.try_wait until the phase of this parity has completed; no time hint: with one, a thread wakes late.
+
+    ready: words that must be computed before the wait. ptxas would move their instructions behind it, to where they are
+    used first; so a thread that has to wait stores a checksum of them at the shared address `scratch`.
+    """
+    lines = [f"xor.b32 t, t, ${3 + index};" for index in range(len(ready))]
+    touched = ["mov.b32 t, 0;", *lines, "st.shared.b32 [$2], t;"] if ready else []
     instruction(
-        "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n@!p bra again;\n}",
+        "{\n.reg .pred p;\n.reg .b32 t;\nmbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n@p bra done;\n"
+        + "\n".join(touched)
+        + "\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n@!p bra again;\ndone:\n}",
         [],
-        [address, parity],
+        [address, parity, scratch, *ready],
     )
 
 
@@ -198,6 +206,17 @@ def bulk_load(destination: Any, source: Any, count_bytes: int, barrier: Any) -> 
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
         [],
         [destination, source, count_bytes, barrier],
+    )
+
+
+def bulk_multicast(destination: Any, source: Any, count_bytes: int, barrier: Any, ctas: Any) -> None:
+    """`bulk_load` to the same place, counted by the same mbarrier, of every CTA whose bit of `ctas` is set."""
+    instruction(
+        "{\n.reg .b16 ctas;\ncvt.u16.u32 ctas, $4;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[$0], [$1], $2, [$3], ctas;\n}",
+        [],
+        [destination, source, count_bytes, barrier, ctas],
     )
 
 

@@ -228,7 +228,6 @@ class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
         count = self.load_count(arguments, worker)
         index = self.own_index(arguments, worker, Int32(0))
         keys = self.keys_of_cta(count, worker)
-        self.before_gather()
         if keys > 0:
             self.gather_chunk(index, Int32(0), keys, arguments, worker)
         if cutlass.const_expr(self.config.query_warps == 0):

@@ -120,9 +120,6 @@ class SparseChunk(SparseRows):
         """Keys of a chunk whose partial scores one warp computes."""
         return CHUNK * DEPTHS // self.config.compute_warps
 
-    def before_gather(self) -> None:
-        """Called by every warp that gathers, between its first loads and copies; a fused kernel waits here."""
-
     @cute.jit
     def load_index(
         self, arguments: SparseArguments, worker: Worker, chunk: Int32, first: Int32, width: cutlass.Constexpr
@@ -166,10 +163,11 @@ class SparseChunk(SparseRows):
                 worker.shared + self.config.shared.key_barrier(0) + (chunk & (self.config.buffers - 1)) * 8,
             )
 
-    @cute.jit
-    def wait_for_keys(self, chunk: Int32, worker: Worker) -> None:
+    def wait_for_keys(self, chunk: Any, worker: Worker, ready: Any = (), scratch: Any = 0) -> None:
+        """Until the keys of a chunk are in their buffer; ready, scratch: see `ptx.wait_barrier`."""
         bits = self.config.buffers - 1
-        ptx.wait_barrier(worker.shared + self.config.shared.key_barrier(0) + (chunk & bits) * 8, (chunk >> bits) & 1)
+        barrier = worker.shared + self.config.shared.key_barrier(0) + (chunk & bits) * 8
+        ptx.wait_barrier(barrier, (chunk >> bits) & 1, ready, scratch)
 
     def scores(self, query: Any, chunk: Any, slab: Any, worker: Worker) -> None:
         """Partial scores of this warp's keys and depth into the slab; `query`: operands of one tile or None."""

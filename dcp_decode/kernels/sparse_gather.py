@@ -4,7 +4,7 @@
     values   128 bytes, 8 lanes x 16-byte cp.async       all keys of the round, 256; zeros past the count
 
 A round has a key and a value buffer; the warps run ahead as far as the compute warps have freed them. In the first
-round the compute warps copy half of the keys themselves: lanes of one warp issue bulk copies one after the other.
+round the compute warps copy most of the keys themselves: lanes of one warp issue bulk copies one after the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUND_KEYS = CHUNK * SPLIT
 ROUND_BITS = ROUND_KEYS.bit_length() - 1
 PIECE_BYTES = 16  # of one copy of value bytes
 ROW_PIECES = COLUMNS // PIECE_BYTES
-FIRST_ROWS = 4  # own keys of the first round that a compute warp copies; the gather warps copy the others
+FIRST_ROWS = 5  # own keys of the first round that a compute warp copies; the gather warps copy the others
 assert ROW_PIECES * SPLIT == 32
 
 
@@ -46,7 +46,6 @@ class SparseGather(SparseChunk):
         rows = cute.make_rmem_tensor(self.value_keys // 32, Int32)
         self.load_value_rows(rows, Int32(0), arguments, worker)
         count = self.load_count(arguments, worker)
-        self.before_gather()
         cute.arch.cluster_wait()
         cute.arch.cluster_arrive_relaxed()
         keys = self.keys_of_cta(count, worker)

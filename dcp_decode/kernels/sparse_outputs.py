@@ -24,15 +24,15 @@ class SparseOutputs(SparseChunk):
         layout = self.config.shared
         aborted = ptx.load_shared(worker.shared + layout.abort_flag, 1, Int32)[0]
         remote = ptx.map_shared(worker.shared, ptx.minimum_int32(worker.lane, Int32(self.config.split - 1)))
-        for index in cutlass.range_constexpr(self.config.tiles * self.warp_heads):
-            total = running_sum[index]
-            for distance in (16, 8, 4, 2, 1):
-                total = ptx.add(total, cute.arch.shuffle_sync_bfly(total, distance))
-            total = ptx.select_less(Int32(0), aborted, Float32(ABORTED_SUM), total)
-            if worker.lane < self.config.split:
+        totals = [running_sum[index] for index in range(self.config.tiles * self.warp_heads)]
+        for distance in (16, 8, 4, 2, 1):
+            totals = [ptx.add(total, cute.arch.shuffle_sync_bfly(total, distance)) for total in totals]
+        totals = [ptx.select_less(Int32(0), aborted, Float32(ABORTED_SUM), total) for total in totals]
+        if worker.lane < self.config.split:
+            for index in cutlass.range_constexpr(self.config.tiles * self.warp_heads):
                 line = self.warp_line(index // self.warp_heads, index % self.warp_heads, worker)
                 place = remote + layout.statistics + (worker.split * self.config.head_rows + line) * 8
-                ptx.store_async(place, [running_max[index], total], remote + layout.inbox_barrier)
+                ptx.store_async(place, [running_max[index], totals[index]], remote + layout.inbox_barrier)
 
     @cute.jit
     def empty_row(self, arguments: SparseArguments, worker: Worker) -> None:

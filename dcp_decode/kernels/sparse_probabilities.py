@@ -60,18 +60,21 @@ class SparseProbabilities(SparseGather, SparseOutputs):
         first = worker.warp * FIRST_ROWS
         index = self.load_index(arguments, worker, Int32(0), first, FIRST_ROWS)
         count = self.load_count(arguments, worker)
-        self.before_gather()
         keys = self.keys_of_cta(count, worker)
         self.gather_keys(index, Int32(0), keys, first, FIRST_ROWS, arguments, worker)
         if (worker.thread == 0) & (keys > 0):
             self.expect_keys(Int32(0), keys, worker)
         cute.arch.cluster_wait()
         cute.arch.cluster_arrive_relaxed()
-        cute.arch.barrier(barrier_id=QUERY_STAGED, number_of_threads=self.config.staged_threads)
         if count > 0:
             self.attend_probabilities(count, arguments, worker)
         else:
+            self.wait_for_query()
             self.empty_row(arguments, worker)
+
+    def wait_for_query(self) -> None:
+        """Until the query, the use number and the abort flag are in shared memory."""
+        cute.arch.barrier(barrier_id=QUERY_STAGED, number_of_threads=self.config.staged_threads)
 
     @cute.jit
     def attend_probabilities(self, count: Int32, arguments: SparseArguments, worker: Worker) -> None:
@@ -131,23 +134,27 @@ class SparseProbabilities(SparseGather, SparseOutputs):
             if (turn > 0) & (turn < rounds):
                 # The scores of the round before have been read.
                 cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
+        if turn == 0:
+            # As late as that: what precedes the first use of the query is done while it is on its way.
+            self.wait_for_query()
         if left > 0:
             self.score_round(turn, slab, worker)
         if turn > 0:
-            self.values_of_round(sums, largest, turn - 1, rounds, self.fresh(worker))
+            self.values_of_round(sums, largest, running_max, running_sum, turn - 1, rounds, self.fresh(worker))
         if turn < rounds:
             # The scores are complete; keys of this round and values of the one before have been used.
             cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
             if worker.thread == 0:
                 self.free_buffers(turn, worker)
             self.send_probabilities(running_max, running_sum, turn, left, slab, arguments, self.fresh(worker))
-            if turn + 1 == rounds:
-                self.send_statistics(running_max, running_sum, worker)
 
     def score_round(self, turn: Any, slab: Any, worker: Worker) -> None:
         """Partial scores of the CTA's keys of a round; the query is unpacked while they are on their way."""
         query = self.query_operands(worker)
-        self.wait_for_keys(turn, worker)
+        ready = [word for operand in query or () for word in operand]
+        self.wait_for_keys(
+            turn, worker, ready, worker.shared + self.config.probabilities_layout.scratch + worker.thread * 4
+        )
         self.scores(query, turn, slab, worker)
 
     @cute.jit
@@ -225,9 +232,16 @@ class SparseProbabilities(SparseGather, SparseOutputs):
 
     @cute.jit
     def values_of_round(
-        self, sums: cute.Tensor, largest: cute.Tensor, number: Int32, rounds: Int32, worker: Worker
+        self,
+        sums: cute.Tensor,
+        largest: cute.Tensor,
+        running_max: cute.Tensor,
+        running_sum: cute.Tensor,
+        number: Int32,
+        rounds: Int32,
+        worker: Worker,
     ) -> None:
-        """sums += w_c P_c . V_c over the CTAs.
+        """sums += w_c P_c . V_c over the CTAs; before it waits for P, the last round sends the statistics.
 
         sums: (tiles, 2 parities, 4) FP32 of m16n8, [0], [1] head g, [2], [3] head g + 8, columns 4 q + parity and + 2
         of the warp's 16. largest: (tiles, 2) maxima M of heads g, g + 8 that they are scaled to.
@@ -238,7 +252,9 @@ class SparseProbabilities(SparseGather, SparseOutputs):
         values = worker.shared + layout.values + buffer * layout.value_bytes
         values = values + worker.lane * layout.value_pitch + worker.warp * WARP_COLUMNS
         early = self.early_values(values)
-        ptx.wait_barrier(worker.shared + layout.probability_barrier(0) + parity * 8, (number >> 1) & 1)
+        if number + 1 == rounds:
+            self.send_statistics(running_max, running_sum, worker)
+        self.wait_for_probabilities(number, early, worker)
         if (worker.thread == 0) & (number + 2 < rounds):
             barrier = worker.barriers + (layout.probability_barrier(0) // 8 + parity)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.probability_tx)
@@ -271,6 +287,13 @@ class SparseProbabilities(SparseGather, SparseOutputs):
         """Address of a lane's word."""
         layout = self.config.probabilities_layout
         return worker.shared + layout.kept + worker.warp * (layout.kept_slots * 512) + word * 128 + worker.lane * 4
+
+    def wait_for_probabilities(self, number: Any, early: Any, worker: Worker) -> None:
+        """Until P of a round has come from all CTAs; `early`: operands that shall be ready by then, or None."""
+        layout = self.config.probabilities_layout
+        ready = [word for cta in early or () for step in cta for column in step for pair in column for word in pair]
+        barrier = worker.shared + layout.probability_barrier(0) + (number & 1) * 8
+        ptx.wait_barrier(barrier, (number >> 1) & 1, ready, worker.shared + layout.scratch + worker.thread * 4)
 
     def early_values(self, place: Any) -> list[Any] | None:
         """The values' operands where there are registers to load them before the wait for P: with one tile."""
@@ -346,24 +369,28 @@ class SparseProbabilities(SparseGather, SparseOutputs):
         if cutlass.const_expr(config.trigger == "merge"):
             cute.arch.griddepcontrol_launch_dependents()
         ptx.wait_barrier(worker.shared + layout.inbox_barrier, 0)
-        totals = [self.totals(line, worker) for line in lines]
+        finals = [self.final(line, worker) for line in lines]
         # The sums are complete in shared memory.
         cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
         for tile in cutlass.range_constexpr(config.tiles):
-            self.store_row(lines[tile], totals[tile], owner_bases[tile], use, arguments, worker)
+            self.store_row(lines[tile], finals[tile], owner_bases[tile], use, arguments, worker)
+
+    def final(self, line: Any, worker: Worker) -> tuple[Any, Any, Any, Any]:
+        """(total, 1 / total, least sum, LSE word) of a head: of `totals` what its output needs."""
+        _, total, least, largest = self.totals(line, worker)
+        return total, ptx.divide(Float32(1.0), total), least, self.lse_word(total, largest)
 
     @cute.jit
     def store_row(
-        self, line: Int32, totals: Any, owner_base: Int64, use: Int32, arguments: SparseArguments, worker: Worker
+        self, line: Int32, final: Any, owner_base: Int64, use: Int32, arguments: SparseArguments, worker: Worker
     ) -> None:
-        """Eight columns of one of the CTA's heads, and its LSE. totals: see `totals`."""
+        """Eight columns of one of the CTA's heads, and its LSE."""
         layout = self.config.probabilities_layout
-        _, total, least, largest = totals
+        total, inverse, least, lse = final
         piece = worker.lane % OUTPUT_PIECES
         place = worker.shared + layout.outputs + line * layout.output_pitch + piece * (2 * PIECE_BYTES)
         columns = [*ptx.load_shared(place, 4), *ptx.load_shared(place + PIECE_BYTES, 4)]
-        words = self.merged_words(columns, total, arguments.out_scale)
-        lse = self.lse_word(total, largest)
+        words = self.merged_words(columns, total, arguments.out_scale, inverse)
         # Not `least >= 0`: where all sums are NaN the row is pushed, as NaN.
         aborted = Int32(0)
         if least < Float32(0.0):

@@ -67,9 +67,13 @@ class SparseRows:
             total = ptx.multiply_add(weight, part, total)
         return weights, total, least, largest
 
-    def merged_words(self, sums: list[Any], total: Any, out_scale: Any) -> list[Any]:
-        """Adjacent columns as BF16 pairs: sums / total * k_scale; canonical NaNs where the total is NaN."""
-        inverse = ptx.divide(Float32(1.0), total)
+    def merged_words(self, sums: list[Any], total: Any, out_scale: Any, inverse: Any = None) -> list[Any]:
+        """Adjacent columns as BF16 pairs: sums / total * k_scale; canonical NaNs where the total is NaN.
+
+        inverse: 1 / total where the caller has it already.
+        """
+        if inverse is None:
+            inverse = ptx.divide(Float32(1.0), total)
         merged = [ptx.multiply(ptx.multiply(value, inverse), out_scale) for value in sums]
         pairs = [ptx.bf16_pair(merged[first], merged[first + 1]) for first in range(0, len(merged), 2)]
         return [ptx.replace_if_nan(pair, total, BF16_NAN_PAIR) for pair in pairs]

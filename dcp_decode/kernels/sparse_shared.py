@@ -24,6 +24,7 @@ Exchange of probabilities:
     keys         b x 64 x 592                                         ] after the last round the CTA's columns of
     scores       s x 4 x 16t x 320  two slabs where they fit          ] all heads, FP32
     kept         32 KiB             registers of 3 tiles between the rounds
+    scratch      1 KiB              of one tile: see `ptx.wait_barrier`
 
 * A row pitch of 592 = 37 x 16 bytes makes ldmatrix conflict-free and stays aligned for 16-byte bulk copies; a values
   row is an odd number of 16-byte pieces too.
@@ -235,12 +236,16 @@ class ProbabilitiesLayout(SharedLayout):
         return -(-10 * self.tiles // 4) if self.tiles > 2 else 0
 
     @property
+    def scratch(self) -> int:  # (compute threads) words that `ptx.wait_barrier` writes and nobody reads
+        return self.kept + 8 * self.kept_slots * 512
+
+    @property
     def outputs(self) -> int:  # (head_rows, COLUMNS) FP32, rows of `output_pitch` bytes, over the keys
         return self.keys
 
     @property
     def nbytes(self) -> int:
-        return self.kept + 8 * self.kept_slots * 512
+        return self.scratch + (1024 if self.tiles == 1 else 0)
 
     @property
     def overlay_fits(self) -> bool:
