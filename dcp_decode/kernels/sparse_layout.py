@@ -1,4 +1,4 @@
-"""Which configuration of the sparse decode a batch runs: from a table of measurements, else by counting waves.
+"""Which configuration of the sparse decode a batch runs: from measured times of its waves of CTAs.
 
 Functions of host data that all ranks agree on (rows, heads, keys that a rank may expect, architecture), never of counts
 on the device; so is the family of bits that they choose.
@@ -6,39 +6,78 @@ on the device; so is the family of bits that they choose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dcp_decode.geometry import HEAD_TILE, Geometry
 from dcp_decode.kernels.sparse_config import EXCHANGES, MAX_TILES, SparseConfig
 from dcp_decode.kernels.sparse_refusal import RefusalReason, SparseRefusal
+from dcp_decode.kernels.sparse_shared import SPLIT
 from dcp_decode.kernels.warpgroup_config import CHUNKS, SPLITS, WarpgroupConfig
 
 DecodeConfig = SparseConfig | WarpgroupConfig  # of any kernel that is a sparse decode
 Layout = Callable[[Geometry, int, bool], DecodeConfig]  # (geometry, batch, push) -> configuration
 
-# Relative time of a wave of CTAs by tiles: 5.2 / 8.6 / 10 us at 256 keys, 17.5 / 27 / 35 us at 2048 (H200).
-WAVE_COST = {1: 1.0, 2: 1.65, 3: 1.95}
-# Clusters of 4 CTAs, one CTA a multiprocessor, that run at once on 132 of them: 30 fit, 32 take two waves.
-WAVE_CLUSTERS = 30
+# CTAs that run at once on 132 multiprocessors, one each, by the CTAs of a cluster.
+WAVE_CTAS = {1: 132, 2: 132, 4: 120, 8: 120}
+WAVE_CLUSTERS = WAVE_CTAS[SPLIT] // SPLIT
+FEW_KEYS, MANY_KEYS = 256, 2048  # of a row on a rank, for which times are given
+HEAD_ROWS = (8, 16, 24, 32)  # of a warpgroup CTA, worth timing
+WORTH_TIMING = range(WAVE_CTAS[1] // 6, 2 * WAVE_CTAS[1] + 1)  # CTAs of a warpgroup grid
 
-# (architecture, heads) -> ((most rows, most keys), layout), the first that has room is chosen.
-MEASURED: dict[tuple[str, int], tuple[tuple[tuple[int, int], Layout], ...]] = {}
-HEAD_ROWS = (8, 16, 24, 32)  # of a CTA, worth timing
+
+@dataclass(frozen=True)
+class Wave:
+    """What a full wave of a configuration's CTAs takes.
+
+    layout: the configuration, for about so many keys. heads: of a CTA. split: CTAs that share a row's keys.
+    few_us, many_us: microseconds at FEW_KEYS and at MANY_KEYS keys of a row.
+    """
+
+    layout: Callable[[int], Layout]
+    heads: int
+    split: int
+    few_us: float
+    many_us: float
+
+    def cost(self, batch: int, heads: int, keys: int) -> float:
+        """Microseconds of all waves, by the line through the two measured times."""
+        ctas = batch * (heads // self.heads) * self.split
+        share = max(keys - FEW_KEYS, 0) / (MANY_KEYS - FEW_KEYS)
+        return -(-ctas // WAVE_CTAS[self.split]) * (self.few_us + (self.many_us - self.few_us) * share)
+
+
+def tiles_wave(tiles: int, few_us: float, many_us: float, **choices: Any) -> Wave:
+    """Of `SparseDcpDecode`."""
+    return Wave(lambda keys: partial(sparse_config, tiles=tiles, **choices), HEAD_TILE * tiles, SPLIT, few_us, many_us)
+
+
+def warpgroup_wave(head_rows: int, split: int, few_us: float, many_us: float, **choices: Any) -> Wave:
+    """Of `SparseWarpgroups`, with the chunk that the keys ask for."""
+
+    def layout(keys: int) -> Layout:
+        return partial(WarpgroupConfig, head_rows=head_rows, split=split, chunk=fitting_chunk(keys, split), **choices)
+
+    return Wave(layout, head_rows, split, few_us, many_us)
+
+
+# For every architecture, measured on an H200.
+ANYWHERE = (tiles_wave(1, 5.2, 17.5), tiles_wave(2, 8.6, 27.0), tiles_wave(3, 10.0, 35.0))
+MEASURED: dict[str, tuple[Wave, ...]] = {}
 
 
 def sparse_layout(batch: int, heads: int, keys: int, architecture: str) -> Layout:
     """What a bucket of `batch` rows, `heads` query heads and about `keys` keys of a row on a rank runs.
 
-    Where nothing was measured: the exchange of partials, and the tiles whose waves of clusters cost least. Measured at
-    96 heads, 256 keys, tiles 1 / 2 / 3, us: B = 5: 5.2 / 7.7 / 9.7; 6: 9.7 / 8.6 / 9.7; 8: 10.0 / 8.6 / 10.7;
-    16: 19.9 / 17.1 / 19.7; 40: 41.5 / 35.1 / 32.2. The bulk exchange was slower everywhere (5.55 against 5.15 us with
-    one tile, 8.6 against 7.6 with two).
+    The configuration whose waves cost least.
     """
-    for (most_rows, most_keys), layout in MEASURED.get((architecture, heads), ()):
-        if batch <= most_rows and keys <= most_keys:
-            return layout
-    return sparse_config
+    return _cheapest(MEASURED.get(architecture, ANYWHERE), batch, heads, keys).layout(keys)
+
+
+def _cheapest(waves: Sequence[Wave], batch: int, heads: int, keys: int) -> Wave:
+    return min((wave for wave in waves if heads % wave.heads == 0), key=lambda wave: wave.cost(batch, heads, keys))
 
 
 def decode_config(
@@ -58,10 +97,11 @@ def sparse_config(
     geometry: Geometry, batch: int, push: bool = True, tiles: int | None = None, **choices: Any
 ) -> SparseConfig:
     """The tiles whose waves cost least, unless given, and any other choice of `SparseConfig`: for any architecture."""
-    chosen = _cheapest_tiles(batch, geometry.heads) if tiles is None else tiles
+    if tiles is None:
+        tiles = _cheapest(ANYWHERE, batch, geometry.heads, FEW_KEYS).heads // HEAD_TILE
     # Three tiles leave no room for a second key buffer.
-    defaults = {"buffers": 2 if chosen <= 2 else 1}
-    return SparseConfig(geometry, batch, push, chosen, **(defaults | choices))
+    defaults = {"buffers": 2 if tiles <= 2 else 1}
+    return SparseConfig(geometry, batch, push, tiles, **(defaults | choices))
 
 
 def sparse_for(geometry: Geometry, batch: int, push: bool, architecture: str) -> SparseRefusal | None:
@@ -93,10 +133,12 @@ def sparse_variants(
         for bulk in (False, True)
         for buffers in (2, 1)
     ]
+    expected = expected_keys(geometry, keys)
     warpgroups = [
-        WarpgroupConfig(geometry, batch, push, head_rows, split, _fitting_chunk(expected_keys(geometry, keys), split))
+        WarpgroupConfig(geometry, batch, push, head_rows, split, fitting_chunk(expected, split))
         for head_rows in HEAD_ROWS
         for split in SPLITS
+        if geometry.heads % head_rows == 0 and batch * (geometry.heads // head_rows) * split in WORTH_TIMING
     ]
     candidates: list[DecodeConfig] = [*exchanging, *warpgroups]
     allowed = [
@@ -107,16 +149,6 @@ def sparse_variants(
     return list(dict.fromkeys([default, *allowed]))
 
 
-def _fitting_chunk(keys: int, split: int) -> int:
+def fitting_chunk(keys: int, split: int) -> int:
     """The smallest chunk that a CTA needs once, else the largest."""
     return next((chunk for chunk in CHUNKS if keys <= split * chunk), CHUNKS[-1])
-
-
-def _cheapest_tiles(batch: int, heads: int) -> int:
-    allowed = [tiles for tiles in WAVE_COST if heads % (HEAD_TILE * tiles) == 0]
-
-    def cost(tiles: int) -> float:
-        clusters = batch * heads // (HEAD_TILE * tiles)
-        return -(-clusters // WAVE_CLUSTERS) * WAVE_COST[tiles]
-
-    return min(allowed, key=cost)
