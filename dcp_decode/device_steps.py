@@ -62,8 +62,9 @@ class StepStatistics:
     """How the steps of a process ran.
 
     Of each replay: host_seconds from the plan to the launched graph, step_seconds from the plan to its results.
-    bytes_after_capture, bytes_at_end: in use on the whole device after the first replay of the newest graph, and after
-    the last step (0 on a CPU). notes: one line a shape, and what else decided.
+    bytes_after_capture, bytes_at_end: in use on the whole device (0 on a CPU) once the newest graph has been replayed
+    and, where steps run eagerly beside it, the first of them has run; and after the last step.
+    notes: one line a shape, and what else decided.
     """
 
     replays: int = 0
@@ -117,6 +118,7 @@ class DeviceSteps:
         self.statistics = StepStatistics()
         self._shapes: dict[StepShape, StepBuffers] = {}
         self._newest: StepBuffers | None = None
+        self._cache_emptied = False  # since the last eager step
         self._tables: dict[int, np.ndarray] = {}
         self._on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
@@ -184,8 +186,10 @@ class DeviceSteps:
             self.statistics.replays += 1
             self.statistics.host_seconds.append(launched - started)
             self.statistics.step_seconds.append(time.perf_counter() - started)
-        if captured:  # its first launch has taken its memory
+        # A graph's first launch takes its memory; a capture empties torch's cache, and the next eager step fills it.
+        if captured or (launched is None and self._cache_emptied):
             self.statistics.bytes_after_capture = self._bytes_in_use()
+            self._cache_emptied = captured
         self._newest = buffers
         self._refuse_expired(buffers.any_expired)
         return buffers.results(batch, verified)
