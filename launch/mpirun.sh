@@ -10,6 +10,8 @@ fi
 prepare mpi "$@"
 # On this host only: in an allocation of Slurm mpirun starts its daemons with srun, which hangs inside a step.
 unset "${!SLURM_@}"
+# Open MPI 4 ends where it finds no ssh, as in most containers, though nothing is started on another host here.
+export OMPI_MCA_plm_rsh_agent="${OMPI_MCA_plm_rsh_agent:-/bin/true}"
 # osc ^ucx: without UCX hardware each rank prints an error line. bind-to none: ranks may outnumber cores.
 flags=(--oversubscribe --bind-to none --mca osc '^ucx')
 if ((EUID == 0)); then

@@ -12,7 +12,7 @@ pytest.importorskip("pydantic", reason="the service's config needs pydantic")
 pytest.importorskip("nvshmem", reason="needs nvshmem4py")
 
 from fault_case import check_fault
-from rank_launch import MPIRUN, launcher_command, run_ranks
+from rank_launch import MPIRUN, OUTPUT, launcher_command, run_ranks
 
 from dcp_decode.config import load_config
 from dcp_decode.control.solo import SoloControlPlane
@@ -39,7 +39,7 @@ def test_every_launcher_gives_the_digest_of_loopback(launcher, tmp_path, loopbac
     options = ["--device", "cuda", "--layers", "1", "--max-steps", "6"]
     conclusion = run_ranks(launcher, config, ["-m", "dcp_decode", "run", *options], tmp_path, 120)
     document = conclusion.document
-    assert conclusion.exit_code == VERIFIED, conclusion.error
+    assert conclusion.exit_code == VERIFIED, f"{conclusion.error}\n{(tmp_path / OUTPUT).read_text()[-2000:]}"
     assert document["verified"] is True
     assert document["fabric"] == "nvshmem"
     assert len(set(document["process_ids"])) == 8
