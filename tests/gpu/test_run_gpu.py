@@ -101,7 +101,6 @@ def test_two_thousand_replays_with_eager_steps_at_odd_places():
     assert memory["at_end"] <= memory["after_last_capture"]
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="76.6 us on an H200 (results/steps-h200-20261130.json)")
 def test_host_work_of_a_replayed_step():
     execution = run_here(one_long_request(model__layers=1, service__max_steps=300)).execution
     assert execution["host_work"]["p50_us"] <= HOST_MICROSECONDS
