@@ -58,7 +58,9 @@ class ModelSection(Section):
 class ParallelSection(Section):
     """How many ranks, where they run and how they exchange partial results.
 
-    kernels: the folder of an ahead-of-time build for runs on a GPU; None: compiled when first needed.
+    kernels: the folder of an ahead-of-time build for runs on a GPU; None: compiled when first needed. chain: whether
+    the stages from the query push to the merge are one launch on a GPU: never, for every batch that fits ("auto"), or
+    the same but at least for one, else the run is refused ("fused").
     """
 
     dcp: Whole = 8
@@ -68,6 +70,7 @@ class ParallelSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     kernels: Path | None = None
     execution: Literal["graph", "eager"] = "graph"
+    chain: Literal["staged", "auto", "fused"] = "staged"
 
 
 class MailboxSection(Section):
@@ -128,8 +131,8 @@ class CheckpointSection(Section):
 
     The own point: service.draft_tokens + 1 rows, model.heads heads, model.topk / parallel.dcp keys a row. batches,
     keys and heads each vary one of these; compared_* name those of them at which peers are measured too.
-    sweep: time every kernel variant at the compared points. fused_chain: time the chain of one launch too; off by
-    default, since no GPU has compared its present form bit by bit.
+    sweep: time every kernel variant at the compared points. fused_chain: time the chain of one launch too, beside that
+    of three.
     """
 
     mode: Literal["solo", "loopback", "group"] = "solo"
@@ -140,7 +143,7 @@ class CheckpointSection(Section):
     compared_batches: tuple[Annotated[Whole, Field(ge=1, le=512)], ...] = ()
     compared_keys: tuple[Annotated[Whole, Field(ge=1, le=MAX_TOPK)], ...] = ()
     sweep: Flag = False
-    fused_chain: Flag = False
+    fused_chain: Flag = True
 
 
 class RunConfig(Section):
@@ -320,6 +323,8 @@ def _check_cross_rules(config: RunConfig) -> None:
         raise ConfigError(
             "parallel.device", parallel.device, f"must be {needed} or auto with parallel.fabric = {parallel.fabric}"
         )
+    if parallel.chain == "fused" and (parallel.route == "local" or parallel.device == "cpu"):
+        raise ConfigError("parallel.chain", parallel.chain, "needs parallel.route = push and a GPU: use auto or staged")
     if workload.trace is not None and workload.synthetic is not None:
         raise ConfigError("workload.trace", str(workload.trace), "give either trace or [workload.synthetic], not both")
     if workload.trace is not None and not os.path.isfile(workload.trace):  # False also for a name that is too long

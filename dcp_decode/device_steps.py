@@ -39,7 +39,7 @@ from dcp_decode.step import AfterStage, Batch, BeforeStage, LayerResult, verify_
 from dcp_decode.verification import check_needle_group
 from dcp_decode.waits import MailboxTimeout, Wait, read_record
 
-PUSHES = frozenset({"select_push", "query_push", "sparse_decode_push", "value_push"})
+PUSHES = frozenset({"select_push", "query_push", "sparse_decode_push", "value_push", "fused_chain"})
 POLL_SECONDS = 20e-6  # between two looks at a step that has not ended: well below a step's milliseconds
 
 

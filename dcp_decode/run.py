@@ -222,16 +222,20 @@ class Run:
     def _open_device_steps(self) -> DeviceSteps:
         # Imported here: a run on CPUs needs nothing of them, and compilation needs cutlass.
         from dcp_decode.kernels.aot import open_kernels
+        from dcp_decode.kernels.fusing import agree_on_fused
         from dcp_decode.kernels.stages import GpuStages
 
         parallel, deadline = self.config.parallel, self.config.mailbox.deadline_seconds
         device = self.placement.device
         batches = step_batches(self.config.service.draft_tokens + 1, self.geometry)
-        load_kernel = open_kernels(parallel.kernels, self.geometry, parallel.route == "push", batches, device)
-        stages = [GpuStages(mailbox, deadline, parallel.route == "push", load_kernel) for mailbox in self._mailboxes()]
+        push = parallel.route == "push"
+        load_kernel = open_kernels(parallel.kernels, self.geometry, push, batches, device)
+        own_device = len(self.fabric.local_ranks) == 1 and not self.placement.shared
+        fused = agree_on_fused(parallel.chain, batches, self.geometry, push, own_device, device, self.control)
+        stages = [GpuStages(mailbox, deadline, push, load_kernel, fused.batches) for mailbox in self._mailboxes()]
         torch.cuda.synchronize(device)  # armed, before the barrier that lets peers push
         policy = self.policy if parallel.execution == "graph" else replace(self.policy, may_replay=lambda step: False)
-        return DeviceSteps(
+        steps = DeviceSteps(
             DeviceGroup(self.geometry, self.workload, self.layers, self.config.cache.pages, stages),
             parallel.route,
             self.config.service.draft_tokens + 1,
@@ -241,6 +245,8 @@ class Run:
             policy.may_replay,
             self.before_stage,
         )
+        steps.statistics.notes.append(fused.note)
+        return steps
 
     def _check_needle(self) -> None:
         route, seed = self.config.parallel.route, self.config.workload.seed

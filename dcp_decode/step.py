@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 STAGES = {
     "push": ("append", "select_push", "select", "prepare", "query_push", "sparse_decode_push", "merge"),
     "local": ("append", "select_push", "select", "prepare", "query_push", "sparse_decode_local", "value_push", "merge"),
+    "fused": ("append", "select_push", "select", "prepare", "fused_chain"),  # of the push route
 }
 
 # Stages whose times a run reports, by method, under the names of the results; `chain` is their sum.
@@ -254,6 +255,10 @@ class LayerRun(Generic[AnyBatch]):
     def merge(self) -> None:
         self.merged = self.state.stages.merge(self.batch.size, after=self.after_partials)
 
+    def fused_chain(self) -> None:
+        stages = cast("GpuStages", self.state.stages)  # those of a CPU fuse nothing
+        self.merged = stages.fused_chain(self.query, self._cache, self.selection.rows, self.selection.valid)
+
     @property
     def _cache(self) -> torch.Tensor:
         return self.state.cache.rows[self.layer]
@@ -276,9 +281,14 @@ def verify_layer(
     before_stage: BeforeStage | None = None,
     after_stage: AfterStage | None = None,
 ) -> list[LayerRun[AnyBatch]]:
-    """Run one layer of a verify step on all local ranks, by the stages of `route` ("push" or "local")."""
+    """Run one layer of a verify step on all local ranks, by the stages of `route` ("push" or "local").
+
+    Where all ranks have agreed to it, the stages from the query push on are one launch, unless somebody looks between
+    them: `before_stage`.
+    """
     runs = [LayerRun(state, layer, batch) for state in ranks]
-    for name in STAGES[route]:
+    fused = before_stage is None and ranks[0].stages.fuses(batch.size)
+    for name in STAGES["fused" if fused else route]:
         for run in runs:
             if before_stage is not None:
                 before_stage(run, name)

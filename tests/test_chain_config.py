@@ -49,7 +49,7 @@ def test_every_piece_and_every_head_has_one_owner(geometry: Geometry, batch: int
     [
         (Geometry(), 6, {"tiles": 1}, ChainRefusalReason.WAVE),
         (Geometry(heads=128, padded_heads=128), 4, {"tiles": 1}, ChainRefusalReason.WAVE),
-        (Geometry(), 5, {"tiles": 2}, ChainRefusalReason.QUERY_WARPS),
+        (Geometry(), 5, {"tiles": 2}, ChainRefusalReason.TILES),
         (Geometry(heads=64, dcp=16, padded_heads=64), 1, {"tiles": 1}, ChainRefusalReason.SOURCES),
         (Geometry(capacity=2), 3, {"tiles": 1}, ChainRefusalReason.SPARSE),
     ],

@@ -50,6 +50,10 @@ class CpuStages:
         """Of the sparse decode of B rows (`oracle.FAMILIES`): the same for all."""
         return FAMILY
 
+    def fuses(self, batch: int) -> bool:
+        """Whether B rows may run as one launch: never on a CPU."""
+        return False
+
     def select_push(self, candidates: torch.Tensor) -> None:
         """Stage 0, first half: this rank's local top-k (int64 [B, K]) into every rank's mailbox."""
         _, generation = self._use(Stage.TOPK)

@@ -152,8 +152,16 @@ class KernelLibrary:
 
 
 def static_choices(config: Any) -> dict[str, Any]:
-    """What a configuration specialises a kernel for besides the geometry."""
-    return {name: value for name, value in dataclasses.asdict(config).items() if name != "geometry"}
+    """What a configuration specialises a kernel for besides the geometry; a chain's holds that of its decode."""
+    return _without_geometry(dataclasses.asdict(config))
+
+
+def _without_geometry(choices: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_geometry(value) if isinstance(value, dict) else value
+        for name, value in choices.items()
+        if name != "geometry"
+    }
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -20,7 +20,7 @@ import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
 from multiprocessing import get_context
@@ -41,7 +41,8 @@ from dcp_decode.kernels.aot import (
     file_hash,
     static_choices,
 )
-from dcp_decode.kernels.configs import KernelConfig, stage_kernels
+from dcp_decode.kernels.chain_config import step_kernels
+from dcp_decode.kernels.configs import KernelConfig
 from dcp_decode.kernels.fingerprint import source_hash
 from dcp_decode.kernels.sparse_layout import sparse_for
 from dcp_decode.kernels.sparse_refusal import ARCHITECTURES, SparseRefused
@@ -122,7 +123,7 @@ def build(
     for architecture in architectures:
         if architecture not in ARCHITECTURES:
             raise ConfigError("--arch", architecture, f"must be one of {', '.join(ARCHITECTURES)}")
-    configs = {name: [stage_kernels(geometry, batch, push, name) for batch in batches] for name in architectures}
+    configs = {name: [step_kernels(geometry, batch, push, name) for batch in batches] for name in architectures}
     for architecture, batch in itertools.product(architectures, batches):
         refusal = sparse_for(geometry, batch, push, architecture)
         if refusal is not None:
@@ -146,7 +147,9 @@ def build(
         libraries=dict(zip(architectures, (one.library for one in built), strict=True)),
         kernels=[kernel for one in built for kernel in one.kernels],
     )
-    (output / HEADER).write_text(_header(built[0].kernels))  # the interface is the same for all architectures
+    # The interface is the same for all architectures, but not every one has every kernel.
+    every = {kernel.symbol: kernel for one in built for kernel in one.kernels}
+    (output / HEADER).write_text(_header(every.values()))
     (output / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n")
     return manifest
 
@@ -203,7 +206,7 @@ def _export(architecture: str, kernel: str, config: KernelConfig, folder: Path) 
     return built, functions
 
 
-def _header(kernels: Sequence[BuiltKernel]) -> str:
+def _header(kernels: Iterable[BuiltKernel]) -> str:
     lines = []
     for built in kernels:
         parameters = ", ".join(f"{kind}{'' if kind.endswith('*') else ' '}{name}" for kind, name in built.parameters)

@@ -8,9 +8,9 @@ from typing import Any
 
 from dcp_decode.errors import DcpDecodeError
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.configs import QUERY_ROW_PIECES
+from dcp_decode.kernels.configs import QUERY_ROW_PIECES, KernelConfig, stage_kernels
 from dcp_decode.kernels.sparse_config import SparseConfig
-from dcp_decode.kernels.sparse_layout import WAVE_CLUSTERS, sparse_config
+from dcp_decode.kernels.sparse_layout import WAVE_CLUSTERS, decode_config, sparse_config
 from dcp_decode.kernels.sparse_shared import SPLIT
 
 MAX_SOURCES = 8  # whose words a query thread has room for
@@ -22,7 +22,8 @@ class ChainRefusalReason(enum.Enum):
 
     SPARSE = "its sparse decode is refused"
     ROUTE = "only the push route can be fused"
-    QUERY_WARPS = "the sparse decode must have query warps"
+    TILES = "the CTAs of its sparse decode must have one head tile"
+    FAMILY = "the stages would give other bits"
     SOURCES = f"at most {MAX_SOURCES} ranks can be merged beside the attention"
     WAVE = f"all CTAs must be resident at once, {SPLIT * WAVE_CLUSTERS} are at most"
     MULTIPROCESSORS = f"all CTAs must be resident at once, which takes {WAVE_MULTIPROCESSORS} multiprocessors"
@@ -115,8 +116,8 @@ def can_implement(config: ChainConfig) -> ChainRefusal | None:
         return ChainRefusal(ChainRefusalReason.SPARSE, str(refusal))
     if not config.sparse.push:
         return ChainRefusal(ChainRefusalReason.ROUTE, "route local")
-    if config.sparse.query_warps == 0:
-        return ChainRefusal(ChainRefusalReason.QUERY_WARPS, f"tiles {config.sparse.tiles}")
+    if config.sparse.tiles != 1:
+        return ChainRefusal(ChainRefusalReason.TILES, f"tiles {config.sparse.tiles}")
     if config.geometry.dcp > MAX_SOURCES:
         return ChainRefusal(ChainRefusalReason.SOURCES, f"ranks {config.geometry.dcp}")
     ctas = config.batch * config.ctas_a_row
@@ -126,8 +127,9 @@ def can_implement(config: ChainConfig) -> ChainRefusal | None:
 
 
 def chain_config(geometry: Geometry, batch: int, **choices: Any) -> ChainConfig:
-    """The chain around the sparse decode that `sparse_config` chooses, with any of its choices given instead."""
-    return ChainConfig(sparse_config(geometry, batch, True, **choices))
+    """The chain around the fastest sparse decode of one tile, with any of its choices given instead."""
+    defaults: dict[str, Any] = {"tiles": 1, "exchange": "probabilities"}
+    return ChainConfig(sparse_config(geometry, batch, True, **(defaults | choices)))
 
 
 def chain_for(geometry: Geometry, batch: int, own_device: bool, multiprocessors: int) -> ChainRefusal | None:
@@ -141,3 +143,22 @@ def chain_for(geometry: Geometry, batch: int, own_device: bool, multiprocessors:
     if multiprocessors < WAVE_MULTIPROCESSORS:
         return ChainRefusal(ChainRefusalReason.MULTIPROCESSORS, f"the GPU has {multiprocessors}")
     return can_implement(chain_config(geometry, batch))
+
+
+def fused_for(
+    geometry: Geometry, batch: int, architecture: str, own_device: bool, multiprocessors: int
+) -> ChainRefusal | None:
+    """As `chain_for`, for a run: its bits must also be those of the stages, whose decode the layout chooses."""
+    refusal = chain_for(geometry, batch, own_device, multiprocessors)
+    family = decode_config(geometry, batch, True, architecture).family
+    if refusal is None and family != chain_config(geometry, batch).sparse.family:
+        return ChainRefusal(ChainRefusalReason.FAMILY, f"family {family}")
+    return refusal
+
+
+def step_kernels(geometry: Geometry, batch: int, push: bool, architecture: str) -> dict[str, KernelConfig]:
+    """`configs.stage_kernels`, and the chain where one may take their place: what a build holds for a batch."""
+    kernels = stage_kernels(geometry, batch, push, architecture)
+    if push and fused_for(geometry, batch, architecture, True, WAVE_MULTIPROCESSORS) is None:
+        kernels["chain"] = chain_config(geometry, batch)
+    return kernels

@@ -1,6 +1,7 @@
 """The stages of one verify step of one layer, for one rank on a GPU: the kernels behind the interface of `CpuStages`.
 
     select_push -> receive -> query_push -> sparse_decode -> [value_push ->] merge
+                              |-------- fused_chain: one launch (push route) ----|
 
 Each method launches on the current CUDA stream and returns at once, so that a whole step can be captured in a graph.
 Nothing is read back: an expired wait shows in the mailbox's abort word, which the caller reads once a step.
@@ -14,10 +15,12 @@ from dcp_decode import numerics, topk
 from dcp_decode.cpu.stages import LocalPartial
 from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.kernels.aot import architecture_of
-from dcp_decode.kernels.configs import stage_kernels
+from dcp_decode.kernels.chain_config import chain_config
+from dcp_decode.kernels.configs import KernelConfig, stage_kernels
 from dcp_decode.kernels.launch import (
     Kernel,
     LoadKernel,
+    run_chain,
     run_query,
     run_sparse,
     run_topk_push,
@@ -32,10 +35,18 @@ from dcp_decode.mailbox import Mailbox, Stage
 class GpuStages:
     """One rank's stages on the device of its mailbox. Raises UnsupportedEnvironment if its geometry is refused.
 
-    push: the route. load_kernel: compiles kernels, or takes them from a build (`aot.open_kernels`).
+    push: the route. load_kernel: compiles kernels, or takes them from a build (`aot.open_kernels`). fused: batches that
+    run as one launch, the same on all ranks (`chain_config.fused_for`).
     """
 
-    def __init__(self, mailbox: Mailbox, deadline_seconds: float, push: bool, load_kernel: LoadKernel) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        deadline_seconds: float,
+        push: bool,
+        load_kernel: LoadKernel,
+        fused: frozenset[int] = frozenset(),
+    ) -> None:
         self.mailbox = mailbox
         self.geometry = mailbox.geometry
         self.rank = mailbox.rank
@@ -46,6 +57,7 @@ class GpuStages:
         if refusal is not None:
             raise UnsupportedEnvironment(str(refusal))
         self._load_kernel = load_kernel
+        self._fused = fused
         self._kernels: dict[int, dict[str, Kernel]] = {}  # by batch and name
         self._received: dict[int, torch.Tensor] = {}
 
@@ -54,7 +66,9 @@ class GpuStages:
         if batch in self._kernels:
             return
         g = self.geometry
-        configs = stage_kernels(g, batch, self.push, self.architecture)
+        configs: dict[str, KernelConfig] = stage_kernels(g, batch, self.push, self.architecture)
+        if batch in self._fused:
+            configs["chain"] = chain_config(g, batch)
         self._kernels[batch] = {name: self._load_kernel(name, config) for name, config in configs.items()}
         # Candidates, so that what an expired wait leaves unwritten can be compared with others.
         self._received[batch] = torch.full(
@@ -64,6 +78,10 @@ class GpuStages:
     def family(self, batch: int) -> str:
         """Of the sparse decode of B rows (`oracle.FAMILIES`): as the layout chooses it."""
         return decode_config(self.geometry, batch, self.push, self.architecture).family
+
+    def fuses(self, batch: int) -> bool:
+        """Whether B rows may run as `fused_chain`, on all ranks alike."""
+        return batch in self._fused
 
     def select_push(self, candidates: torch.Tensor) -> None:
         """Stage 0, first half: this rank's local top-k (int64 [B, K]) into every rank's mailbox."""
@@ -102,16 +120,42 @@ class GpuStages:
     def merge(self, batch: int, after: Stage) -> torch.Tensor:
         """Stage 3 (3b): merged rows BF16 [B, H, 512] of this rank's own heads. after: as the route has it."""
         assert (after == Stage.SPARSE) == self.push
-        shape = (batch, self.geometry.owner_heads, numerics.LATENT_DIM)
-        merged = torch.empty(shape, dtype=torch.bfloat16, device=mailbox_device(self.mailbox))
+        merged = self._merged(batch)
         run_value(self._kernels[batch]["merge"], self.mailbox, merged, self.deadline_nanoseconds, _stream())
         return merged
+
+    def fused_chain(
+        self, query: torch.Tensor, cache: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        """Stages 1 to 3 of the push route in one launch: arguments and result as theirs. Waits for all ranks'."""
+        self._refuse_rows(rows)
+        batch = len(query)
+        merged = self._merged(batch)
+        run_chain(
+            self._kernels[batch]["chain"],
+            self.mailbox,
+            query.contiguous(),
+            cache,
+            rows,
+            valid,
+            merged,
+            self.deadline_nanoseconds,
+            _stream(),
+        )
+        return merged
+
+    def _merged(self, batch: int) -> torch.Tensor:
+        shape = (batch, self.geometry.owner_heads, numerics.LATENT_DIM)
+        return torch.empty(shape, dtype=torch.bfloat16, device=mailbox_device(self.mailbox))
+
+    def _refuse_rows(self, rows: torch.Tensor) -> None:
+        if rows.shape[1] != self.geometry.topk or not rows.is_contiguous():
+            raise ValueError(f"rows {tuple(rows.shape)} must be contiguous and {self.geometry.topk} wide")
 
     def _decode(
         self, cache: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, partial: LocalPartial | None
     ) -> None:
-        if rows.shape[1] != self.geometry.topk or not rows.is_contiguous():
-            raise ValueError(f"rows {tuple(rows.shape)} must be contiguous and {self.geometry.topk} wide")
+        self._refuse_rows(rows)
         run_sparse(
             self._kernels[len(valid)]["sparse_decode"],
             self.mailbox,
