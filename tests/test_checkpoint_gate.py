@@ -170,6 +170,22 @@ def test_expired_wait_is_not_forgotten_by_the_next_preparation() -> None:
         ranks.require_no_expired_wait("point")
 
 
+def test_expired_wait_of_the_fused_chain_is_told_apart_from_others() -> None:
+    ranks = bench_ranks()
+    ranks.prepare_fused()
+    ranks.mailboxes[1][0].abort_word.fill_(1)
+    ranks.prepare_chain()
+    ranks.require_no_expired_wait("point")
+    assert ranks.fused_wait_expired()
+    ranks.forget_expired_waits()
+    assert not ranks.fused_wait_expired()
+    ranks.prepare_chain()
+    ranks.mailboxes[1][0].abort_word.fill_(1)
+    assert not ranks.fused_wait_expired()
+    with pytest.raises(WaitFailed):
+        ranks.require_no_expired_wait("point")
+
+
 def checked(ranks: BenchRanks, spoil: Callable[[torch.Tensor, torch.Tensor], None]) -> float:
     peer, gate = PlainTorch(), Gate(ranks)
     (candidate,) = peer.candidates(ranks)

@@ -157,6 +157,10 @@ class _PointRun:
         floor_subjects += [gather] if gather is not None else []
         series = self.stopwatch.measure([*measured, *floor_subjects], checkpoint.samples, checkpoint.seed)
         self.ranks.require_no_expired_wait(label)
+        if self.ranks.fused_wait_expired():
+            checkpoint.failures.append(f"{label}, fused_chain: a mailbox wait expired while timing, so it is left out")
+            self.ranks.forget_expired_waits()
+            fused = {}
         _require_same_bits(before, self._pass_gate(stages, f"{label}, after the timing"), label)
         stages += [subject for subject, passed in fused.items() if self._passes_again(subject, passed, label)]
         peers = [self._peer_entry(one, series[one.subject.name]) for one in timed] + skipped
