@@ -54,10 +54,12 @@ class PushedWords:
         group.push_queries(inputs)
         torch.cuda.synchronize()
         self.query = [self._words(self.layout.query, mailbox) for mailbox in group.mailboxes]
+        torch.cuda.synchronize()  # copied, before the decode on another stream re-arms them
         group.decode(inputs)
         torch.cuda.synchronize()
         self.payload = [self._words(self.layout.payload, mailbox) for mailbox in group.mailboxes]
         self.lse = [self._words(self.layout.lse_log2, mailbox) for mailbox in group.mailboxes]
+        torch.cuda.synchronize()
         group.merge()
         torch.cuda.synchronize()
         self.merged = group.merged.clone()

@@ -190,6 +190,7 @@ def test_a_missing_word_is_named(section: str, stage: Stage) -> None:
     pushed.put(group.mailboxes[2], [0, 1, 3, 4, 5, 6, 7])
     words = getattr(group.layout, section).words(group.mailboxes[2].memory.local)
     words[0, 6] = -1  # all of source 6 in generation 0: its LSE words, or its one credit word
+    torch.cuda.synchronize()
     group.launch(2, inputs, deadline=20_000_000)
     torch.cuda.synchronize()
     wait = read_record(group.mailboxes[2])

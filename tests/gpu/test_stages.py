@@ -68,6 +68,7 @@ def test_routes_push_the_same_payload_bits_and_merge_within_one_ulp() -> None:
         group.decode(inputs)
         torch.cuda.synchronize()
         payloads.append([group.layout.payload.words(mailbox.memory.local).clone() for mailbox in group.mailboxes])
+        torch.cuda.synchronize()  # copied, before the merge on another stream re-arms them
         group.merge()
         torch.cuda.synchronize()
         merged.append(group.merged.clone())
@@ -171,6 +172,7 @@ def test_a_missing_rank_is_named_and_the_rest_returns_at_once(push: bool) -> Non
     group.push_queries(inputs, skip=3)
     torch.cuda.synchronize()
     before = group.value_bytes()
+    torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record(group.stream)
     group.decode(inputs, deadline=20_000_000)
@@ -201,6 +203,7 @@ def test_a_missing_source_is_named_by_the_merge() -> None:
     skipped = group.mailboxes.pop(6)
     group.decode(inputs)
     group.mailboxes.insert(6, skipped)
+    torch.cuda.synchronize()  # its query push, on another stream, has read the number
     skipped.use_counter(Stage.QUERY).add_(1)
     group.merge(deadline=10_000_000)
     torch.cuda.synchronize()
