@@ -22,7 +22,8 @@ from dcp_decode.run import run_rank
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
 SMALL = {"parallel.device": "cuda", "model.layers": 1, "service.max_steps": 6}
-CYCLES = 100
+CYCLES = 50  # of each kind
+GRANULE = 4 << 20  # of the device's memory, of both processes
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +53,18 @@ def test_a_rank_that_dies_or_stops_is_named_by_all_others_within_the_deadline(fa
 
 
 def test_a_hundred_starts_and_ends_of_nvshmem_leak_nothing(tmp_path):
+    """NVSHMEM 3.4.5 itself keeps about 1 MiB of device memory a process and start; regions add nothing to that.
+
+    One that stayed behind would add 1 MiB a process and cycle.
+    """
     output = tmp_path / "used.json"
     command = [*launcher_command("torchrun", 2), str(Path(__file__).parent / "fabric_cycles.py"), str(CYCLES)]
     finished = subprocess.run([*command, str(output)], capture_output=True, text=True, timeout=140, check=False)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    used = json.loads(output.read_text())
-    assert len(used) == CYCLES
-    settled = used[CYCLES // 10]
-    assert used[-1] == settled
+    found = json.loads(output.read_text())
+    growth = {}
+    for name, used in found.items():
+        settled, last = used[CYCLES // 5], used[-1]
+        assert (last["files"], last["threads"]) == (settled["files"], settled["threads"])
+        growth[name] = last["device_bytes"] - settled["device_bytes"]
+    assert growth["used"] <= growth["bare"] + GRANULE, growth
