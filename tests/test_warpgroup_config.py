@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from dcp_decode import oracle
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.sparse_layout import HEAD_ROWS, refuse_architecture, sparse_variants
+from dcp_decode.kernels.sparse_layout import GROUPS, HEAD_ROWS, refuse_architecture, sparse_variants
 from dcp_decode.kernels.sparse_refusal import ARCHITECTURES, RefusalReason
 from dcp_decode.kernels.sparse_shared import MAX_SHARED_BYTES
-from dcp_decode.kernels.warpgroup_config import CHUNKS, SPLITS, WarpgroupConfig
-from dcp_decode.kernels.warpgroup_shared import QUERY_BLOCKS, SWIZZLE_BYTES, WarpgroupLayout
+from dcp_decode.kernels.warpgroup_config import CHUNKS, MAX_CLUSTER, SPLITS, WarpgroupConfig
+from dcp_decode.kernels.warpgroup_shared import QUERY_BLOCKS, SWIZZLE_BYTES
 
-GEOMETRY = Geometry(heads=192, padded_heads=192)
+GEOMETRY = Geometry(heads=576, padded_heads=576)
 FITTING = [
-    WarpgroupConfig(GEOMETRY, 5, head_rows=head_rows, split=split, chunk=chunk)
-    for head_rows in HEAD_ROWS
-    for split in SPLITS
-    for chunk in CHUNKS
-    if WarpgroupLayout(head_rows, split, chunk).nbytes <= MAX_SHARED_BYTES
+    WarpgroupConfig(GEOMETRY, 5, True, head_rows, split, chunk, groups)
+    for head_rows, split, chunk, groups in product(HEAD_ROWS, SPLITS, CHUNKS, GROUPS)
+    if split * groups <= MAX_CLUSTER
 ]
 
 
@@ -28,12 +28,15 @@ FITTING = [
         ({"head_rows": 12}, RefusalReason.HEAD_ROWS),
         ({"head_rows": 0}, RefusalReason.HEAD_ROWS),
         ({"head_rows": 96}, RefusalReason.HEAD_ROWS),
-        ({"head_rows": 40}, RefusalReason.HEADS),
+        ({"head_rows": 24, "geometry": Geometry(heads=64)}, RefusalReason.HEADS),
         ({"split": 3}, RefusalReason.SPLIT),
         ({"split": 16}, RefusalReason.SPLIT),
+        ({"groups": 0}, RefusalReason.GROUPS),
+        ({"groups": 5}, RefusalReason.GROUPS),
+        ({"split": 4, "groups": 4}, RefusalReason.GROUPS),
         ({"chunk": 192}, RefusalReason.CHUNK),
         ({"chunk": 0}, RefusalReason.CHUNK),
-        ({"head_rows": 64, "chunk": 256}, RefusalReason.SHARED_MEMORY),
+        ({"head_rows": 48}, RefusalReason.HEAD_ROWS),
         ({"trigger": "never"}, RefusalReason.TRIGGER),
         ({"batch": 41}, RefusalReason.BATCH),
         ({"batch": 0}, RefusalReason.BATCH),
@@ -68,7 +71,7 @@ def test_shared_regions_do_not_overlap(config):
     layout = config.shared
     assert config.refusal() is None
     barriers = [layout.inbox_barrier, *(layout.key_barrier(tile) for tile in range(layout.tiles))]
-    barriers.append(layout.inboxes_free_barrier)
+    barriers += [layout.inboxes_free_barrier, layout.keys_free_barrier]
     assert barriers == sorted(set(barriers))
     assert barriers[-1] + 8 <= layout.abort_flag < layout.use_number < layout.own_statistics
     starts = [
@@ -105,8 +108,3 @@ def test_shared_regions_do_not_overlap(config):
         assert layout.inbox_bytes == config.head_rows * 2048
         assert layout.statistics == layout.inbox + layout.inbox_bytes
         assert layout.statistics + 8 * config.split * config.head_rows <= layout.nbytes
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_forty_eight_heads_fill_the_shared_memory(split):
-    assert WarpgroupLayout(48, split, 256).nbytes == MAX_SHARED_BYTES

@@ -21,7 +21,7 @@ from dcp_decode.kernels.warpgroup_config import WarpgroupConfig  # noqa: E402
 SHARED = 0x2000400  # of CTA 2 of a cluster: the bits above must not reach a descriptor
 ALL_BYTES = torch.arange(256, dtype=torch.uint8)
 F16 = ALL_BYTES.view(torch.float8_e4m3fn).to(torch.float16).view(torch.int16).numpy().astype(np.int64) & 0xFFFF
-SHAPES = [(8, 1, 256), (24, 1, 256), (32, 1, 256), (48, 1, 256), (16, 2, 128), (16, 4, 64), (8, 8, 64)]
+SHAPES = [(8, 1, 256), (24, 1, 256), (32, 1, 256), (16, 2, 128), (16, 4, 64), (8, 8, 64)]
 
 
 class Cta:
@@ -84,6 +84,9 @@ class Cta:
         return (self.memory[address] | self.memory[address + 1].astype(np.uint16) << 8).view(np.float16).astype(float)
 
     def multiply_add(self, sums, left, right, offsets):
+        return [self.multiply_tile(*tile, right, offsets) for tile in zip(sums, left, strict=True)]
+
+    def multiply_tile(self, sums, left, right, offsets):
         sums = [np.broadcast_to(value, 512).astype(float) for value in sums]
         result = [value.copy() for value in sums]
         thread = np.arange(512)
@@ -140,7 +143,7 @@ def cta(request, monkeypatch):
     monkeypatch.setattr(ptx, "minimum_int32", np.minimum)
     monkeypatch.setattr(wgmma, "rounded_pair", pack)
     for module in (wgmma, warpgroup_query, warpgroup_scores, warpgroup_values):
-        for kind in ("Int32", "Int64", "Float32"):
+        for kind in ("Int32", "Uint32", "Int64", "Float32"):
             monkeypatch.setattr(module, kind, lambda value: value, raising=False)
     cta.kernel = SparseWarpgroups(config)
     thread = np.arange(512)
@@ -160,14 +163,17 @@ def values_of(bytes_):
 
 def stage_query(cta):
     """What the query warps do with the words of all pieces; every piece once."""
-    seen = []
+    seen = set()
     words = cta.query.view("<u4").astype(np.int64)
-    for turn in range(-(-cta.kernel.pieces // cta.kernel.config.query_threads)):
-        piece = cta.kernel.piece(turn, np.arange(cta.kernel.config.query_threads))
-        line, first = piece // 36, piece % 36 * 4
-        cta.kernel.stage_words([words[line, first + word] for word in range(4)], line, first, cta.worker)
-        seen.append(piece)
-    assert set(np.concatenate(seen)) == set(range(cta.kernel.pieces))
+    thread = np.arange(cta.kernel.config.query_threads)
+    worker = cta.worker._replace(thread=thread)
+    for turn in range(cta.kernel.query_turns):
+        line, piece = cta.kernel.place(turn, thread)
+        address = cta.kernel.place_address(0, turn, thread)
+        np.testing.assert_array_equal(address, line * 576 + piece * 16)
+        cta.kernel.stage_piece([words[line, 4 * piece + word] for word in range(4)], turn, worker)
+        seen |= set(zip(line, piece, strict=True))
+    assert seen == {(line, piece) for line in range(cta.kernel.config.head_rows) for piece in range(36)}
 
 
 def keys_and_heads(cta, element):
@@ -198,10 +204,9 @@ def test_values_meet_their_probabilities(cta):
     words = [0] * 8
     for step in range(chunk // 32):
         cta.kernel.load_values(words, cta.kernel.value_place(cta.worker) + step * 32 * 592)
-        for tile in range(2):
-            left = warpgroup_values.value_operands(words[4 * tile : 4 * tile + 4])
-            operand = right + cta.kernel.probability_units(step)
-            sums[tile] = wgmma.multiply_add(sums[tile], left, operand, [0, wgmma.STEP_UNITS])
+        left = [warpgroup_values.value_operands(words[first : first + 4]) for first in (0, 4)]
+        operand = right + cta.kernel.probability_units(step)
+        sums = wgmma.multiply_add(sums, left, operand, [0, wgmma.STEP_UNITS])
     expected = values_of(cta.keys)[:, :512].T @ probability
     worker = cta.worker
     for tile in range(2):

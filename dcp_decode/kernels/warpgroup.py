@@ -20,24 +20,22 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
 
-from dcp_decode import numerics
 from dcp_decode.kernels import ptx
 from dcp_decode.kernels.sparse_arguments import COMPUTE, QUERY_STAGED, SparseArguments, Worker
-from dcp_decode.kernels.sparse_shared import ROW_PITCH
-from dcp_decode.kernels.warpgroup_config import COMPUTE_WARPS, WarpgroupConfig
+from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
+from dcp_decode.kernels.warpgroup_gather import WarpgroupGather
 from dcp_decode.kernels.warpgroup_outputs import WarpgroupOutputs
-from dcp_decode.kernels.warpgroup_query import WarpgroupQuery
+from dcp_decode.kernels.warpgroup_query import QUERY_ASKED, WarpgroupQuery
 from dcp_decode.kernels.warpgroup_scores import COMPUTE_THREADS, EMPTY
 from dcp_decode.kernels.warpgroup_shared import KEY_TILE
-from dcp_decode.kernels.warpgroup_values import VALUE_STEP, WarpgroupValues
+from dcp_decode.kernels.warpgroup_values import WarpgroupValues
 
-TILE_ROWS = KEY_TILE // COMPUTE_WARPS  # keys of a tile that one warp gathers
 EMPTY_MAXIMUM = -0x7F800001  # -inf as an ordered integer
 
 
-class SparseWarpgroups(WarpgroupQuery, WarpgroupValues, WarpgroupOutputs):
+class SparseWarpgroups(WarpgroupQuery, WarpgroupGather, WarpgroupValues, WarpgroupOutputs):
     """The kernel specialised for one `WarpgroupConfig`."""
 
     def __init__(self, config: WarpgroupConfig) -> None:
@@ -76,7 +74,7 @@ class SparseWarpgroups(WarpgroupQuery, WarpgroupValues, WarpgroupOutputs):
             "max_number_threads": [config.threads, 1, 1],
             "min_blocks_per_mp": 1,
         }
-        return shape | ({"cluster": [config.split, 1, 1]} if config.split > 1 else {})
+        return shape | ({"cluster": list(config.cluster)} if config.clustered else {})
 
     @cute.kernel
     def kernel(self, arguments: SparseArguments) -> None:
@@ -103,6 +101,8 @@ class SparseWarpgroups(WarpgroupQuery, WarpgroupValues, WarpgroupOutputs):
         if thread == 0:
             for tile in cutlass.range_constexpr(layout.tiles):
                 cute.arch.mbarrier_init(barriers + layout.key_barrier(tile) // 8, 1)
+            if cutlass.const_expr(config.groups > 1):
+                cute.arch.mbarrier_init(barriers + layout.keys_free_barrier // 8, config.groups)
             for offset, arrivals in self.output_barriers:
                 cute.arch.mbarrier_init(barriers + offset // 8, arrivals)
             self.begin_outputs(barriers)
@@ -110,8 +110,7 @@ class SparseWarpgroups(WarpgroupQuery, WarpgroupValues, WarpgroupOutputs):
             ptx.store_shared(shared + layout.abort_flag, [Int32(0)])
         if thread < config.head_rows:
             ptx.store_shared(shared + layout.maxima + thread * 4, [Int32(EMPTY_MAXIMUM)])
-        if cutlass.const_expr(config.split > 1):
-            cute.arch.cluster_arrive_relaxed()
+        self.arrive_at_peers()
         if cutlass.const_expr(config.trigger == "start"):
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
@@ -124,56 +123,22 @@ class SparseWarpgroups(WarpgroupQuery, WarpgroupValues, WarpgroupOutputs):
         index = self.load_index(arguments, worker, Int32(0))
         count = self.load_count(arguments, worker)
         keys = self.keys_of_cta(count, worker)
+        if cutlass.const_expr(self.config.groups > 1):
+            self.await_peers()
+        # The query's loads go before the keys: they are few, and the first scores need them all.
+        cute.arch.barrier(barrier_id=QUERY_ASKED, number_of_threads=self.config.staged_threads)
         if keys > 0:
             self.gather(index, keys, arguments, worker)
         self.stage_owners(arguments, worker)
-        self.pass_peers()
+        if cutlass.const_expr(self.config.groups == 1):
+            self.await_peers()
+        self.arrive_at_peers()
         cute.arch.barrier(barrier_id=QUERY_STAGED, number_of_threads=self.config.staged_threads)
         if count > 0:
             self.attend(keys, arguments, worker)
         else:
             self.empty_row(arguments, worker)
         self.await_peers()
-
-    def gathered_key(self, worker: Worker) -> Any:
-        """Key of a chunk that this lane gathers: the tiles in turn, so that the first one is there first."""
-        return worker.lane // TILE_ROWS * KEY_TILE + worker.warp * TILE_ROWS + worker.lane % TILE_ROWS
-
-    @cute.jit
-    def load_index(self, arguments: SparseArguments, worker: Worker, chunk: Int32) -> Int32:
-        """Flat cache row of the key that this lane gathers in `chunk`; it may precede the count, not the list's end."""
-        index = Int32(0)
-        if worker.lane < TILE_ROWS * self.config.shared.tiles:
-            key = worker.split + self.config.split * (chunk * self.config.chunk + self.gathered_key(worker))
-            index = self.load_row_number(arguments, worker, key)
-        return index
-
-    @cute.jit
-    def gather(self, index: Int32, left: Int32, arguments: SparseArguments, worker: Worker) -> None:
-        """Start the copies of a chunk of which `left` > 0 keys are left; V past the count is 0 up to its last step."""
-        layout = self.config.shared
-        tiles = layout.tiles
-        if worker.thread < tiles:
-            rows = ptx.minimum_int32(left - worker.thread * KEY_TILE, Int32(KEY_TILE))
-            if rows > 0:
-                barrier = worker.barriers + (layout.key_barrier(0) // 8 + worker.thread)
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * numerics.ROW_BYTES)
-        keys = worker.shared + layout.keys
-        key = self.gathered_key(worker)
-        if (worker.lane < TILE_ROWS * tiles) & (key < left):
-            ptx.bulk_load(
-                keys + key * ROW_PITCH,
-                arguments.kv + Int64(index) * numerics.ROW_BYTES,
-                numerics.ROW_BYTES,
-                worker.shared + layout.key_barrier(0) + worker.lane // TILE_ROWS * 8,
-            )
-        count = ptx.minimum_int32(left, Int32(self.config.chunk))
-        padded = (count + (VALUE_STEP - 1)) // VALUE_STEP * VALUE_STEP
-        for turn in cutlass.range_constexpr(VALUE_STEP // COMPUTE_WARPS):
-            missing = count + worker.warp + turn * COMPUTE_WARPS
-            if missing < padded:
-                zero = Uint32(0)
-                ptx.store_shared(keys + missing * ROW_PITCH + worker.lane * 16, [zero, zero, zero, zero])
 
     @cute.jit
     def attend(self, keys: Int32, arguments: SparseArguments, worker: Worker) -> None:
@@ -206,6 +171,7 @@ class SparseWarpgroups(WarpgroupQuery, WarpgroupValues, WarpgroupOutputs):
                 # Keys and P have been read.
                 cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
                 self.keep_maximum(statistics, worker)
+                self.await_free_keys(chunk, worker)
                 self.gather(next_index[0], left - config.chunk, arguments, worker)
         self.store_statistics(statistics, worker)
         self.finish_row(accumulators, arguments, worker)

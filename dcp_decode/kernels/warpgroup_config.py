@@ -13,8 +13,9 @@ from dcp_decode.mailbox import MailboxLayout
 COMPUTE_WARPS = 4 * WARPGROUPS
 QUERY_WARPS = 4  # a warpgroup that waits for the query words, fences and re-arms beside the others
 HEAD_STEP = 8  # N of wgmma grows by
-MAX_HEAD_ROWS = 64
+MAX_HEAD_ROWS = 32  # more spill, and ptxas then waits for every wgmma
 SPLITS = (1, 2, 4, 8)
+MAX_CLUSTER = 8  # CTAs; more are not portable
 CHUNKS = (64, 128, 256)
 
 
@@ -24,15 +25,17 @@ class WarpgroupConfig:
 
     geometry, batch, push, trigger, pdl: as in `SparseConfig`. head_rows: query heads of one CTA. split: CTAs of a
     cluster, over which a row's keys are dealt. chunk: keys of a CTA between two updates of the running maximum.
-    split and chunk choose the `family`; head_rows, trigger and pdl change no bit.
+    groups: head groups (CTAs of different heads of a row) of a cluster, which load their keys together, each key once.
+    split and chunk choose the `family`; head_rows, groups, trigger and pdl change no bit.
     """
 
     geometry: Geometry
     batch: int
     push: bool = True
-    head_rows: int = 48
+    head_rows: int = 32
     split: int = 1
     chunk: int = 256
+    groups: int = 1
     trigger: str = "merge"
     pdl: bool = True
 
@@ -54,6 +57,15 @@ class WarpgroupConfig:
         return (self.split, self.geometry.heads // self.head_rows, self.batch)
 
     @property
+    def cluster(self) -> tuple[int, int, int]:
+        return (self.split, self.groups, 1)
+
+    @property
+    def clustered(self) -> bool:
+        """Whether a CTA has peers."""
+        return self.split * self.groups > 1
+
+    @property
     def mailbox(self) -> MailboxLayout:
         return MailboxLayout(self.geometry)
 
@@ -72,6 +84,7 @@ class WarpgroupConfig:
         """Of the variant, for tables and file names."""
         route = "push" if self.push else "local"
         parts = [f"b{self.batch}", f"h{self.geometry.heads}", route, f"{self.head_rows}x{self.split}x{self.chunk}"]
+        parts += [f"groups{self.groups}"] * (self.groups > 1)
         parts += [self.trigger] * (self.trigger != "merge")
         return "warpgroup_" + "_".join(parts)
 
@@ -84,4 +97,9 @@ class WarpgroupConfig:
             return SparseRefusal(RefusalReason.SPLIT, f"CTAs {self.split}")
         if self.chunk not in CHUNKS:
             return SparseRefusal(RefusalReason.CHUNK, f"keys {self.chunk}")
-        return refuse_common(self)
+        if self.groups < 1 or self.split * self.groups > MAX_CLUSTER:
+            return SparseRefusal(RefusalReason.GROUPS, f"CTAs {self.split}, head groups {self.groups}")
+        refusal = refuse_common(self)
+        if refusal is None and self.geometry.heads // rows % self.groups:
+            return SparseRefusal(RefusalReason.GROUPS, f"head groups {self.groups} of {self.geometry.heads // rows}")
+        return refusal

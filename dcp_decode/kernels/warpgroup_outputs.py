@@ -143,6 +143,12 @@ class WarpgroupOutputs(SparseRows):
     def meet(self) -> None:
         cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
 
+    def peer(self, split: Any, worker: Worker) -> Any:
+        """Shared memory of the CTA of the cluster that has these heads and other keys."""
+        groups = self.config.groups
+        own = worker.tile_group % groups * self.config.split if groups > 1 else 0
+        return ptx.map_shared(worker.shared, split + own)
+
     @cute.jit
     def exchange_statistics(self, worker: Worker) -> None:
         """(max, sum) of every head to all CTAs of the cluster, a thread a head and CTA.
@@ -156,7 +162,7 @@ class WarpgroupOutputs(SparseRows):
             maximum, total = ptx.load_shared(worker.shared + layout.own_statistics + line * 8, 2)
             aborted = ptx.load_shared(worker.shared + layout.abort_flag, 1, Int32)[0]
             total = ptx.select_less(Int32(0), aborted, Float32(ABORTED_SUM), total)
-            remote = ptx.map_shared(worker.shared, cta)
+            remote = self.peer(cta, worker)
             place = remote + layout.statistics + (worker.split * config.head_rows + line) * 8
             ptx.store_async(place, [maximum, total], remote + layout.inbox_barrier)
 
@@ -175,7 +181,7 @@ class WarpgroupOutputs(SparseRows):
                     fragment = self.fragment(accumulators, tile, octet)
                     ptx.store_shared(worker.shared + place + octet * FRAGMENT_BYTES, fragment)
             else:
-                remote = ptx.map_shared(worker.shared, finisher)
+                remote = self.peer(finisher, worker)
                 for octet in cutlass.range_constexpr(self.octets):
                     fragment = self.fragment(accumulators, tile, octet)
                     ptx.store_async(remote + place + octet * FRAGMENT_BYTES, fragment, remote + layout.inbox_barrier)
@@ -186,7 +192,7 @@ class WarpgroupOutputs(SparseRows):
         config, layout = self.config, self.config.shared
         if worker.thread < config.split - 1:
             peer = (worker.split + 1 + worker.thread) & (config.split - 1)
-            ptx.arrive_cluster(ptx.map_shared(worker.shared + layout.inboxes_free_barrier, peer))
+            ptx.arrive_cluster(self.peer(peer, worker) + layout.inboxes_free_barrier)
         ptx.wait_cluster_barrier(worker.shared + layout.inboxes_free_barrier, 0)
 
     def fragment(self, accumulators: Any, tile: int, octet: int) -> list[Any]:

@@ -81,7 +81,7 @@ class WarpgroupScores:
             if following < steps:
                 words = self.load_keys(place, following, min(batch, steps - following), depth_steps)
             offsets = [self.step_units(step, depth_steps) for step in range(first, first + count)]
-            sums = wgmma.multiply_add(sums, left, right, offsets)
+            (sums,) = wgmma.multiply_add([sums], [left], right, offsets)
         return sums
 
     @property

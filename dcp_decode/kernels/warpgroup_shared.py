@@ -48,9 +48,11 @@ class WarpgroupLayout:
     split: int
     chunk: int
 
-    # mbarriers: the inbox, one a key tile, one that tells that the peers' inboxes may be written; words of the query.
+    # mbarriers: the inbox, one a key tile, two that tell that the peers' inboxes and keys may be written; words of the
+    # query.
     inbox_barrier = 0
     inboxes_free_barrier = 40
+    keys_free_barrier = 48
     abort_flag = 112
     use_number = 116
 

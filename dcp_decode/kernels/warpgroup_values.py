@@ -58,11 +58,10 @@ class WarpgroupValues(WarpgroupScores):
             following = ptx.minimum_int32(step + 1, steps - 1)
             self.load_values(words, place + following * (VALUE_STEP * ROW_PITCH))
             operand = right + Int64(self.probability_units(step))
-            for tile in cutlass.range_constexpr(COLUMN_TILES):
-                before = [accumulators[tile * half + element] for element in range(half)]
-                after = wgmma.multiply_add(before, left_operands[tile], operand, [0, wgmma.STEP_UNITS])
-                for element in cutlass.range_constexpr(half):
-                    accumulators[tile * half + element] = after[element]
+            before = [[accumulators[tile * half + place] for place in range(half)] for tile in range(COLUMN_TILES)]
+            after = wgmma.multiply_add(before, left_operands, operand, [0, wgmma.STEP_UNITS])
+            for element in cutlass.range_constexpr(self.config.head_rows):
+                accumulators[element] = after[element // half][element % half]
 
     def value_place(self, worker: Worker) -> Any:
         """A lane's ldmatrix address in V of the first 32 keys and its warp's columns of its first tile."""

@@ -34,7 +34,7 @@ _OWN_ADDRESS = 0x3FFFF
 
 def swizzled(row: Any, piece: Any) -> Any:
     """Byte offset of a 16-byte piece of a row in a block; the block is 1024-byte aligned."""
-    return row * BLOCK_ROW_BYTES + (piece ^ (row % SWIZZLE_ROWS)) * PIECE_BYTES
+    return row * BLOCK_ROW_BYTES + (piece ^ (row & SWIZZLE_ROWS - 1)) * PIECE_BYTES
 
 
 def descriptor(address: Any) -> Any:
@@ -44,27 +44,29 @@ def descriptor(address: Any) -> Any:
 
 
 def multiply_add(
-    sums: Sequence[Any], left: Sequence[Sequence[Any]], right: Any, offsets: Sequence[int], pending: int = 0
-) -> list[Any]:
-    """sums + the products of left[i] (4 words of a lane) with the operand at descriptor `right` + offsets[i] units.
+    sums: Sequence[Sequence[Any]], left: Sequence[Sequence[Sequence[Any]]], right: Any, offsets: Sequence[int]
+) -> list[list[Any]]:
+    """Of every tile of 64 rows: sums + the products of left[i] with the operand `right` + offsets[i] units.
 
-    sums: N / 2 FP32 of a lane. pending: batches, this one included, that may still run on return; their sums and left
-    operands must not be touched until a later batch has waited for them.
+    sums: of a tile N / 2 FP32 of a lane. left: of a tile 4 words of a lane for every offset. right: a descriptor.
     """
-    count = len(sums)
+    tiles, count = len(sums), len(sums[0])
+    total = tiles * count
     shape = f"m64n{2 * count}k16"
-    registers = ",".join(f"${place}" for place in range(count))
-    descriptor_place = count + 4 * len(left)
     lines = ["{", ".reg .b64 right;", "wgmma.fence.sync.aligned;"]
     for number, offset in enumerate(offsets):
-        words = ",".join(f"${count + 4 * number + word}" for word in range(4))
-        lines.append(f"add.s64 right, ${descriptor_place}, {offset};")
-        lines.append(
-            f"wgmma.mma_async.sync.aligned.{shape}.f32.f16.f16 {{{registers}}}, {{{words}}}, right, 1, 1, 1, 0;"
-        )
-    lines += ["wgmma.commit_group.sync.aligned;", f"wgmma.wait_group.sync.aligned {pending};", "}"]
-    operands = [*(word for words in left for word in words), right]
-    return instruction("\n".join(lines), [Float32] * count, operands, updated=list(sums))
+        lines.append(f"add.s64 right, ${total + 4 * tiles * len(offsets)}, {offset};")
+        for tile in range(tiles):
+            registers = ",".join(f"${tile * count + place}" for place in range(count))
+            words = ",".join(f"${total + 4 * (tile * len(offsets) + number) + word}" for word in range(4))
+            lines.append(
+                f"wgmma.mma_async.sync.aligned.{shape}.f32.f16.f16 {{{registers}}}, {{{words}}}, right, 1, 1, 1, 0;"
+            )
+    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
+    operands = [*(word for tile in left for words in tile for word in words), right]
+    before = [value for tile in sums for value in tile]
+    after = instruction("\n".join(lines), [Float32] * total, operands, updated=before)
+    return [after[first : first + count] for first in range(0, total, count)]
 
 
 def store_matrices(address: Any, words: Sequence[Any]) -> None:
