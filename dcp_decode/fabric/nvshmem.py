@@ -6,8 +6,8 @@ Only the heap and its peer pointers are used: kernels load and store through an 
 ends with the fabric, so a process has one open at a time; all calls are collective and every rank makes them in the
 same order, each behind a control-plane barrier that names a missing rank before NVSHMEM could hang on it.
 
-Seen on H200s: 8 processes on one GPU, and one on each of two; start 1.0 s, peer writes correct, clean end. NVSHMEM 3.4.5
-keeps about 1 MiB of device memory a start in a process, with or without regions (30 starts: 60 MiB by two processes);
+Seen on H200s: 8 processes on one GPU, one on each of two; start 1.0 s, peer writes correct, clean end. NVSHMEM 3.4.5
+keeps about 1 MiB of device memory a start and process, with or without regions (30 starts of two processes: 60 MiB);
 regions themselves come and go without a trace.
 """
 
