@@ -80,6 +80,19 @@ def test_eager_steps_between_replays_change_no_bit(control, fabric):
     assert len({run_rank(config, control, policy=policy).digest for policy in policies}) == 1
 
 
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_chains_of_one_launch_change_no_bit(control, fabric):
+    if fabric == "nvshmem":
+        pytest.importorskip("nvshmem", reason="needs nvshmem4py")
+    one_request = values(fabric, control.size) | {"mailbox.capacity": 5}  # so that every step has five rows
+    digests = []
+    for chain in ("staged", "fused"):
+        summary = run_rank(load_config(None, one_request | {"parallel.chain": chain}), control)
+        assert summary.verified is True
+        digests.append(summary.digest)
+    assert len(set(digests)) == 1
+
+
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 @pytest.mark.parametrize("fabric", FABRICS)
 def test_a_rank_that_dies_or_stops_is_named_by_all_others_within_the_deadline(control, fabric, fault, tmp_path):
