@@ -18,6 +18,7 @@ from dcp_decode.config import load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.device_steps import StepPolicy
+from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.launcher import connect, detect_launcher
 from dcp_decode.run import TIMED_REPLAYS, run_rank
 
@@ -85,12 +86,13 @@ def test_chains_of_one_launch_change_no_bit(control, fabric):
     if fabric == "nvshmem":
         pytest.importorskip("nvshmem", reason="needs nvshmem4py")
     one_request = values(fabric, control.size) | {"mailbox.capacity": 5}  # so that every step has five rows
-    digests = []
-    for chain in ("staged", "fused"):
-        summary = run_rank(load_config(None, one_request | {"parallel.chain": chain}), control)
-        assert summary.verified is True
-        digests.append(summary.digest)
-    assert len(set(digests)) == 1
+    staged = run_rank(load_config(None, one_request), control)
+    try:
+        fused = run_rank(load_config(None, one_request | {"parallel.chain": "fused"}), control)
+    except UnsupportedEnvironment as refusal:  # on all ranks alike
+        pytest.skip(str(refusal))
+    assert fused.verified is True
+    assert fused.digest == staged.digest
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
