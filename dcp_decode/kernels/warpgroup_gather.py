@@ -22,7 +22,7 @@ Copies of 16 bytes (cp.async, a row a warp) instead of bulk copies: slower every
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, cute
 
 from dcp_decode import numerics
 from dcp_decode.kernels import ptx
@@ -31,7 +31,6 @@ from dcp_decode.kernels.sparse_rows import SparseRows
 from dcp_decode.kernels.sparse_shared import ROW_PITCH
 from dcp_decode.kernels.warpgroup_config import COMPUTE_WARPS, WarpgroupConfig
 from dcp_decode.kernels.warpgroup_shared import KEY_TILE
-from dcp_decode.kernels.warpgroup_values import VALUE_STEP
 
 TILE_BITS = KEY_TILE.bit_length() - 1
 
@@ -62,26 +61,19 @@ class WarpgroupGather(SparseRows):
 
     @cute.jit
     def gather(self, index: Int32, left: Int32, arguments: SparseArguments, worker: Worker) -> None:
-        """Start the copies of a chunk of which `left` > 0 keys are left; V past the count is 0 up to its last step."""
+        """Start the copies of a chunk of which `left` > 0 keys are left."""
         layout = self.config.shared
         if worker.thread < layout.tiles:
             rows = ptx.minimum_int32(left - worker.thread * KEY_TILE, Int32(KEY_TILE))
             if rows > 0:
                 barrier = worker.barriers + (layout.key_barrier(0) // 8 + worker.thread)
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * numerics.ROW_BYTES)
-        keys = worker.shared + layout.keys
         key = self.gathered_key(worker)
-        count = ptx.minimum_int32(left, Int32(self.config.chunk))
-        if key < count:
+        if key < ptx.minimum_int32(left, Int32(self.config.chunk)):
+            place = worker.shared + layout.keys + key * ROW_PITCH
             barrier = worker.shared + layout.key_barrier(0) + (key >> TILE_BITS) * 8
             source = arguments.kv + Int64(index) * numerics.ROW_BYTES
-            self.copy_key(keys + key * ROW_PITCH, source, barrier, worker)
-        padded = (count + (VALUE_STEP - 1)) & -VALUE_STEP
-        for turn in cutlass.range_constexpr(VALUE_STEP // COMPUTE_WARPS):
-            missing = count + worker.warp + turn * COMPUTE_WARPS
-            if missing < padded:
-                zero = Uint32(0)
-                ptx.store_shared(keys + missing * ROW_PITCH + worker.lane * 16, [zero, zero, zero, zero])
+            self.copy_key(place, source, barrier, worker)
 
     def copy_key(self, place: Int32, source: Int64, barrier: Int32, worker: Worker) -> None:
         """Start the copy of a key row, for all head groups of the cluster that attend to it."""

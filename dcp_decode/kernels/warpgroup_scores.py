@@ -59,6 +59,10 @@ class WarpgroupScores:
         """The tile whose scores this warp computes."""
         return worker.warp // 4 % self.config.shared.tiles
 
+    def warp_key(self, worker: Worker) -> Any:
+        """The first of the 16 keys of a chunk whose scores this warp computes."""
+        return self.tile_of(worker) * KEY_TILE + worker.warp % 4 * WARP_KEYS
+
     def scores(self, worker: Worker) -> list[Any]:
         """n / 2 scores of a lane: of its tile's keys g, g + 8 of the warp, over its depth's part of the 576 numbers."""
         layout = self.config.shared
@@ -66,7 +70,7 @@ class WarpgroupScores:
         depth = worker.warp // (4 * layout.tiles)
         steps = depth_steps * QUERY_BLOCKS
         batch = self.score_batch
-        key = self.tile_of(worker) * KEY_TILE + worker.warp % 4 * WARP_KEYS + worker.lane % 16
+        key = self.warp_key(worker) + worker.lane % 16
         # ldmatrix takes two steps; where a depth has one step a block, the second is in the next block.
         step_bytes = STEP_BYTES if depth_steps > 1 else wgmma.BLOCK
         place = worker.shared + layout.keys + key * ROW_PITCH + depth * (depth_steps * STEP_BYTES)
@@ -142,7 +146,7 @@ class WarpgroupScores:
 
     def mask_scores(self, scores: list[Any], left: Any, worker: Worker) -> list[Any]:
         """-inf for keys past the `left` ones of the chunk."""
-        key = self.tile_of(worker) * KEY_TILE + worker.warp % 4 * WARP_KEYS + worker.lane // 4
+        key = self.warp_key(worker) + worker.lane // 4
         return [
             ptx.select_less(key + place % 4 // 2 * 8, left, score, Float32(EMPTY)) for place, score in enumerate(scores)
         ]

@@ -5,7 +5,7 @@ rows to f16 in registers: a word of ldmatrix.trans holds columns c, c + 1 (c = 2
 2 q + 1; a byte permutation and one conversion make (column c; both keys), (column c + 1; both keys). Row g of the
 product is column 2 g and row g + 8 is column 2 g + 1: a lane's sums of a head are adjacent columns.
 
-A batch is 32 keys. V of keys past the count are zeros up to there, because 0 x NaN of stale shared memory is NaN.
+A batch is 32 keys. V of keys past the count is 0 up to its end (`clear_missing`): P is 0 there, but 0 x NaN is NaN.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from dcp_decode.kernels import ptx, wgmma
 from dcp_decode.kernels.sparse_arguments import Worker
 from dcp_decode.kernels.sparse_shared import ROW_PITCH
-from dcp_decode.kernels.warpgroup_scores import WarpgroupScores
+from dcp_decode.kernels.warpgroup_scores import WARP_KEYS, WarpgroupScores
 
 COLUMN_TILES = 2  # of a warpgroup
 TILE_COLUMNS = 64
 WARP_COLUMNS = 16
 VALUE_STEP = 32  # keys of a batch
 STEP_WORDS = 4  # of a column tile
+PIECE_BYTES = 16  # of a row, that a lane stores
 
 
 def value_operands(words: list[Any]) -> list[list[Any]]:
@@ -35,6 +36,20 @@ def value_operands(words: list[Any]) -> list[list[Any]]:
 
 class WarpgroupValues(WarpgroupScores):
     """Values and statistics of `SparseWarpgroups`."""
+
+    @cute.jit
+    def clear_missing(self, left: Int32, worker: Worker) -> None:
+        """V of a softmax warp's keys past the `left` ones of the chunk: stale bytes become 0 up to the batch's end.
+
+        The warp's scores, and those of the warps that share them, have read these rows.
+        """
+        first = self.warp_key(worker)
+        padded = (left + (VALUE_STEP - 1)) & -VALUE_STEP
+        begin = ptx.maximum_int32(first, left)
+        end = ptx.minimum_int32(first + WARP_KEYS, padded)
+        place = worker.shared + self.config.shared.keys + worker.lane * PIECE_BYTES
+        for key in cutlass.range(begin, end, 1, unroll=1):
+            ptx.store_shared(place + key * ROW_PITCH, [Uint32(0)] * 4)
 
     @cute.jit
     def values(self, accumulators: cute.Tensor, left: Int32, worker: Worker) -> None:
