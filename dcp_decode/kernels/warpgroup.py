@@ -10,8 +10,8 @@ Four compute warpgroups and a query warpgroup a CTA; a CTA serves n heads of a r
 the problem, keys and columns, is M) and key j of the row goes to CTA j % S of its cluster. Left operands come from
 registers: E4M3 bytes are unpacked to f16 there, exactly, because wgmma of E4M3 operands keeps too few bits of a sum.
 
-Measured on an H200 (1980 MHz) as a launch of a graph, microseconds with keys in L2 (evicted), beside the faster exchange
-of `sparse`, at 96 heads; (n, S, chunk, head groups of a cluster):
+Measured on an H200 (1980 MHz) as a launch of a graph, us with keys in L2 (evicted), beside the faster exchange of
+`sparse`, at 96 heads; (n, S, chunk, head groups of a cluster):
 
     rows x keys                        us                    rows x keys                       us
       5 x 256    (8, 2, 128, 2)    5.1 (5.4)    4.3 (4.9)    40 x 256    (32, 1, 256, 1)   10.7 (11.4)   30.3
