@@ -44,8 +44,8 @@ INSTRUCTIONS = {
     "warpgroup product": (r"wgmma\.mma_async", r"HGMMA"),
     "matrix store": (r"stmatrix", r"STSM"),
 }
-# Heads of a CTA, CTAs of a cluster, keys of a chunk.
-WARPGROUP_SIZES = ((32, 1, 256), (16, 1, 256), (32, 8, 256), (16, 4, 64), (8, 2, 128))
+# Heads of a CTA, CTAs that share a row's keys, keys of a chunk, head groups of a cluster.
+WARPGROUP_SIZES = ((32, 1, 256), (16, 1, 256, 3), (32, 8, 256), (16, 2, 128, 3), (16, 4, 64))
 LOCAL_MEMORY = re.compile(r"\b(?:LDL|STL)\b")
 
 

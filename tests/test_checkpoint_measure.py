@@ -157,7 +157,7 @@ def test_point_with_a_wrong_result_is_named_and_fails_the_checkpoint(monkeypatch
     assert lines[-1].startswith("6/6 WRONG 3 x 16, 16 heads, cold")
     report = report_of(Placement("loopback", torch.device("cpu"), False, ""), measured)
     assert report.verified is False
-    assert report.family == "seed"
+    assert report.family == "probabilities"
     assert report_of(Placement("loopback", torch.device("cpu"), False, ""), run(small_config(), True)[0]).verified
 
 

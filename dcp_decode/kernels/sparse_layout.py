@@ -6,9 +6,11 @@ on the device; so is the family of bits that they choose.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 from dcp_decode.geometry import HEAD_TILE, Geometry
@@ -20,52 +22,82 @@ from dcp_decode.kernels.warpgroup_config import CHUNKS, SPLITS, WarpgroupConfig
 DecodeConfig = SparseConfig | WarpgroupConfig  # of any kernel that is a sparse decode
 Layout = Callable[[Geometry, int, bool], DecodeConfig]  # (geometry, batch, push) -> configuration
 
-# CTAs that run at once on 132 multiprocessors, one each, by the CTAs of a cluster.
-WAVE_CTAS = {1: 132, 2: 132, 4: 120, 8: 120}
-WAVE_CLUSTERS = WAVE_CTAS[SPLIT] // SPLIT
-FEW_KEYS, MANY_KEYS = 256, 2048  # of a row on a rank, for which times are given
-HEAD_ROWS = (8, 16, 24, 32)  # of a warpgroup CTA, worth timing
-WORTH_TIMING = range(WAVE_CTAS[1] // 6, 2 * WAVE_CTAS[1] + 1)  # CTAs of a warpgroup grid
+# Clusters that run at once on 132 multiprocessors, a CTA each, by their CTAs (H200, cuOccupancyMaxActiveClusters).
+WAVE_OF_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+WAVE_CLUSTERS = WAVE_OF_CLUSTERS[SPLIT]
+OWN_KEYS = 256  # of a row on a rank, at the latency checkpoint
+# Of warpgroups, worth timing: heads of a CTA, head groups of a cluster.
+HEAD_ROWS, GROUPS = (8, 16, 24, 32), (1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Wave:
-    """What a full wave of a configuration's CTAs takes.
+    """What a full wave of a configuration's clusters takes.
 
-    layout: the configuration, for about so many keys. heads: of a CTA. split: CTAs that share a row's keys.
-    few_us, many_us: microseconds at FEW_KEYS and at MANY_KEYS keys of a row.
+    layout: the configuration, for about so many keys. heads, ctas: of a cluster. times: (keys of a row on a rank,
+    measured microseconds), ascending.
     """
 
     layout: Callable[[int], Layout]
     heads: int
-    split: int
-    few_us: float
-    many_us: float
+    ctas: int
+    times: tuple[tuple[int, float], ...]
 
     def cost(self, batch: int, heads: int, keys: int) -> float:
-        """Microseconds of all waves, by the line through the two measured times."""
-        ctas = batch * (heads // self.heads) * self.split
-        share = max(keys - FEW_KEYS, 0) / (MANY_KEYS - FEW_KEYS)
-        return -(-ctas // WAVE_CTAS[self.split]) * (self.few_us + (self.many_us - self.few_us) * share)
+        """Microseconds of all waves, on the lines between what was measured; infinite for more keys than that."""
+        us = self.times[0][1]
+        if keys > self.times[-1][0]:
+            return math.inf
+        for (low, low_us), (high, high_us) in pairwise(self.times):
+            if low < keys <= high:
+                us = low_us + (high_us - low_us) * (keys - low) / (high - low)
+        return us * waves(batch * (heads // self.heads), self.ctas)
 
 
-def tiles_wave(tiles: int, few_us: float, many_us: float, **choices: Any) -> Wave:
+def waves(clusters: int, ctas: int) -> int:
+    """Turns in which so many clusters of so many CTAs run."""
+    return -(-clusters // WAVE_OF_CLUSTERS[ctas])
+
+
+def tiles_wave(tiles: int, *times: tuple[int, float], groups: int = 1, **choices: Any) -> Wave:
     """Of `SparseDcpDecode`."""
-    return Wave(lambda keys: partial(sparse_config, tiles=tiles, **choices), HEAD_TILE * tiles, SPLIT, few_us, many_us)
+
+    def layout(keys: int) -> Layout:
+        del keys
+        return partial(sparse_config, tiles=tiles, **choices | ({"groups": groups} if groups > 1 else {}))
+
+    return Wave(layout, HEAD_TILE * tiles * groups, SPLIT * groups, times)
 
 
-def warpgroup_wave(head_rows: int, split: int, few_us: float, many_us: float, **choices: Any) -> Wave:
+def warpgroup_wave(head_rows: int, split: int, groups: int, *times: tuple[int, float]) -> Wave:
     """Of `SparseWarpgroups`, with the chunk that the keys ask for."""
 
     def layout(keys: int) -> Layout:
-        return partial(WarpgroupConfig, head_rows=head_rows, split=split, chunk=fitting_chunk(keys, split), **choices)
+        chunk = fitting_chunk(keys, split)
+        return partial(WarpgroupConfig, head_rows=head_rows, split=split, chunk=chunk, groups=groups)
 
-    return Wave(layout, head_rows, split, few_us, many_us)
+    return Wave(layout, head_rows * groups, split * groups, times)
 
 
-# For every architecture, measured on an H200.
-ANYWHERE = (tiles_wave(1, 5.2, 17.5), tiles_wave(2, 8.6, 27.0), tiles_wave(3, 10.0, 35.0))
-MEASURED: dict[str, tuple[Wave, ...]] = {}
+# For every architecture. Times of an H200, as those below: 96 heads, hot L2, graphs with dependent launch.
+ANYWHERE = (
+    tiles_wave(1, (256, 5.2), (1024, 10.5), (2048, 17.5)),
+    tiles_wave(2, (256, 8.6), (2048, 27.0)),
+    tiles_wave(3, (256, 10.0), (2048, 35.0)),
+)
+MEASURED: dict[str, tuple[Wave, ...]] = {
+    "sm_90a": (
+        *ANYWHERE,
+        tiles_wave(1, (256, 4.35), exchange="probabilities", trigger="end"),
+        warpgroup_wave(16, 2, 3, (256, 6.05)),
+        warpgroup_wave(16, 2, 1, (256, 6.5)),
+        warpgroup_wave(16, 1, 3, (256, 7.3)),
+        warpgroup_wave(16, 1, 1, (256, 8.1)),
+        warpgroup_wave(32, 1, 1, (256, 10.7), (2048, 60.4)),
+        warpgroup_wave(16, 4, 2, (256, 5.2), (1024, 8.1), (2048, 13.8)),
+        warpgroup_wave(32, 8, 1, (1024, 10.2), (2048, 12.9)),
+    ),
+}
 
 
 def sparse_layout(batch: int, heads: int, keys: int, architecture: str) -> Layout:
@@ -98,7 +130,7 @@ def sparse_config(
 ) -> SparseConfig:
     """The tiles whose waves cost least, unless given, and any other choice of `SparseConfig`: for any architecture."""
     if tiles is None:
-        tiles = _cheapest(ANYWHERE, batch, geometry.heads, FEW_KEYS).heads // HEAD_TILE
+        tiles = _cheapest(ANYWHERE, batch, geometry.heads, OWN_KEYS).heads // HEAD_TILE
     # Three tiles leave no room for a second key buffer.
     defaults = {"buffers": 2 if tiles <= 2 else 1}
     return SparseConfig(geometry, batch, push, tiles, **(defaults | choices))
@@ -135,18 +167,24 @@ def sparse_variants(
     ]
     expected = expected_keys(geometry, keys)
     warpgroups = [
-        WarpgroupConfig(geometry, batch, push, head_rows, split, fitting_chunk(expected, split))
-        for head_rows in HEAD_ROWS
-        for split in SPLITS
-        if geometry.heads % head_rows == 0 and batch * (geometry.heads // head_rows) * split in WORTH_TIMING
+        WarpgroupConfig(geometry, batch, push, head_rows, split, fitting_chunk(expected, split), groups)
+        for head_rows, split, groups in product(HEAD_ROWS, SPLITS, GROUPS)
     ]
-    candidates: list[DecodeConfig] = [*exchanging, *warpgroups]
+    candidates: list[DecodeConfig] = [*exchanging, *filter(_worth_timing, warpgroups)]
     allowed = [
         config
         for config in candidates
         if config.refusal() is None and refuse_architecture(config, architecture) is None
     ]
     return list(dict.fromkeys([default, *allowed]))
+
+
+def _worth_timing(config: WarpgroupConfig) -> bool:
+    """Whether its clusters fill a third of a wave and, where wider CTAs exist, at most one."""
+    ctas = config.split * config.groups
+    clusters = math.prod(config.grid) // ctas
+    most = 2 if config.head_rows == HEAD_ROWS[-1] else 1
+    return ctas in WAVE_OF_CLUSTERS and 3 * clusters >= WAVE_OF_CLUSTERS[ctas] and waves(clusters, ctas) <= most
 
 
 def fitting_chunk(keys: int, split: int) -> int:

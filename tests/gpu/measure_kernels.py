@@ -47,7 +47,9 @@ def sanitize(seconds: int) -> dict[str, str]:
         return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
     verdicts = {}
     for name in SANITIZERS:
-        command = [tool, "--tool", name, "--error-exitcode", "9", sys.executable, str(FOLDER / "sanitize_case.py")]
+        # Bindings that look for functions which the driver lacks are no fault of a kernel.
+        command = [tool, "--tool", name, "--report-api-errors", "no", "--error-exitcode", "9"]
+        command += [sys.executable, str(FOLDER / "sanitize_case.py")]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:

@@ -34,15 +34,15 @@ chain.launch(3, inputs)
 torch.cuda.synchronize()
 assert torch.equal(chain.merged[3].view(torch.int16), pushed.merged[3].view(torch.int16))
 
-# One CTA a row, an inbox over the keys, an inbox of its own with partial scores; one chunk of keys and two.
+# No cluster, an inbox over the keys, an inbox of its own with partial scores, keys loaded for two; one chunk and two.
 if torch.cuda.get_device_capability()[0] == 9:
     geometry = Geometry(capacity=2, topk=320)
-    for head_rows, split, chunk in ((32, 1, 256), (32, 2, 256), (16, 4, 64)):
+    for size in ((32, 1, 256, 1), (32, 2, 256, 1), (16, 4, 64, 1), (16, 2, 64, 2)):
         ranks = SparseRank(geometry, 3)
         attended = make_inputs(geometry, [300, 0], seed=2, cache_rows=512)
         ranks.put_query(attended.query)
         torch.cuda.synchronize()
-        ranks.launch(WarpgroupConfig(geometry, 2, True, head_rows, split, chunk), attended)
+        ranks.launch(WarpgroupConfig(geometry, 2, True, *size), attended)
         torch.cuda.synchronize()
         outputs = ranks.take_partials(2)
         assert ranks.query_is_armed()

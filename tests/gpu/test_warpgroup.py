@@ -17,20 +17,22 @@ import sparse_checks as checks  # noqa: E402
 from sparse_checks import NAN_BYTES, NEEDLE_COUNTS, ROUTES, as_test_id  # noqa: E402
 
 from dcp_decode.kernels.sparse_layout import HEAD_ROWS  # noqa: E402
-from dcp_decode.kernels.warpgroup_config import WarpgroupConfig  # noqa: E402
+from dcp_decode.kernels.warpgroup_config import MAX_CLUSTER, WarpgroupConfig  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-# (heads of a CTA, CTAs of a cluster, keys of a chunk)
+# (heads of a CTA, CTAs that share a row's keys, keys of a chunk, head groups that load them together)
 SIZES = [
-    (32, 1, 256), (32, 1, 128), (32, 1, 64), (32, 2, 256), (32, 2, 128), (32, 4, 64), (32, 8, 256), (24, 1, 256),
-    (24, 2, 256), (24, 4, 128), (16, 1, 256), (16, 2, 128), (16, 4, 64), (16, 4, 256), (16, 8, 64), (8, 1, 256),
-    (8, 2, 128), (8, 4, 64), (8, 8, 64), (8, 8, 256),
+    (32, 1, 256, 1), (32, 1, 128, 1), (32, 1, 64, 1), (32, 2, 256, 1), (32, 2, 128, 1), (32, 4, 64, 1), (32, 8, 256, 1),
+    (24, 1, 256, 1), (24, 2, 256, 1), (24, 4, 128, 1), (16, 1, 256, 1), (16, 2, 128, 1), (16, 4, 64, 1),
+    (16, 4, 256, 1), (16, 8, 64, 1), (8, 1, 256, 1), (8, 2, 128, 1), (8, 4, 64, 1), (8, 8, 64, 1), (8, 8, 256, 1),
+    (32, 1, 256, 3), (32, 2, 256, 3), (24, 1, 256, 2), (16, 1, 256, 3), (16, 1, 256, 6), (16, 2, 128, 3),
+    (16, 4, 64, 2), (16, 4, 256, 2), (8, 1, 256, 4), (8, 2, 128, 2), (8, 4, 64, 2),
 ]  # fmt: skip
 
 
-def of_size(head_rows: int, split: int, chunk: int, **choices: object) -> partial:
-    return partial(WarpgroupConfig, head_rows=head_rows, split=split, chunk=chunk, **choices)
+def of_size(head_rows: int, split: int, chunk: int, groups: int = 1, **choices: object) -> partial:
+    return partial(WarpgroupConfig, head_rows=head_rows, split=split, chunk=chunk, groups=groups, **choices)
 
 
 VARIANTS = [of_size(*size) for size in SIZES] + [
@@ -38,8 +40,12 @@ VARIANTS = [of_size(*size) for size in SIZES] + [
     for size in ((32, 1, 256), (16, 4, 64))
     for choices in ({"trigger": "start"}, {"trigger": "end"}, {"pdl": False})
 ]
-# No cluster; an inbox over the keys; inboxes beside them; one, two and four warpgroups a tile of keys.
-SHAPES = [of_size(*size) for size in ((32, 1, 256), (32, 8, 256), (16, 4, 64), (16, 2, 128), (8, 4, 64))]
+# No cluster; an inbox over the keys; inboxes beside them; one, two and four warpgroups a tile of keys; keys loaded once
+# for several CTAs, without and with peers that have other keys.
+SHAPES = [
+    of_size(*size)
+    for size in ((32, 1, 256), (32, 8, 256), (16, 4, 64), (16, 2, 128), (8, 4, 64), (16, 1, 256, 3), (16, 4, 256, 2))
+]
 DEFAULT = SHAPES[0]
 SMALL = [SHAPES[0], SHAPES[2]]
 every_shape = pytest.mark.parametrize("make", SHAPES, ids=as_test_id)
@@ -52,7 +58,7 @@ def test_every_variant_on_edge_counts(make, push):
     checks.check_edge_counts(make, push)
 
 
-@small
+@pytest.mark.parametrize("make", [*SMALL, of_size(16, 1, 256, 2)], ids=as_test_id)
 @ROUTES
 @pytest.mark.parametrize("dcp", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("heads", [64, 96, 128])
@@ -85,8 +91,9 @@ def test_generations_follow_the_use_counter(generations, make):
 
 @ROUTES
 @pytest.mark.parametrize(("split", "chunk"), [(1, 256), (2, 128), (4, 64), (8, 256)])
-def test_heads_of_a_cta_change_no_bit(split, chunk, push):
+def test_heads_and_groups_change_no_bit(split, chunk, push):
     variants = [of_size(head_rows, split, chunk) for head_rows in HEAD_ROWS]
+    variants += [of_size(16, split, chunk, groups) for groups in (2, 3, 6) if split * groups <= MAX_CLUSTER]
     others = ({"trigger": "start"}, {"trigger": "end"}, {"pdl": False})
     checks.check_same_bits([*variants, *(of_size(16, split, chunk, **choices) for choices in others)], push)
 

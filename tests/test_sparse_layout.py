@@ -1,0 +1,90 @@
+"""Which configuration a batch runs: sound for every shape, on sm_90a by measured times."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.configs import stage_kernels
+from dcp_decode.kernels.sparse_config import SparseConfig
+from dcp_decode.kernels.sparse_layout import (
+    ANYWHERE,
+    MEASURED,
+    WAVE_OF_CLUSTERS,
+    Wave,
+    decode_config,
+    expected_keys,
+    refuse_architecture,
+    sparse_config,
+)
+from dcp_decode.kernels.sparse_refusal import ARCHITECTURES
+from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
+
+WAVES = {"anywhere": ANYWHERE} | MEASURED
+TABLES = [(architecture, wave) for architecture, table in WAVES.items() for wave in table]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("heads", [16, 64, 96, 128, 192])
+@pytest.mark.parametrize("keys", [1, 64, 256, 257, 1024, 2048])
+def test_every_batch_has_a_layout_that_runs(heads, keys, architecture):
+    geometry = Geometry(heads=heads, padded_heads=heads, capacity=64)
+    for batch in (1, 2, 5, 6, 11, 16, 23, 40, 64):
+        for push in (True, False):
+            config = decode_config(geometry, batch, push, architecture, keys)
+            assert (config.geometry, config.batch, config.push) == (geometry, batch, push)
+            assert config.refusal() is None
+            assert refuse_architecture(config, architecture) is None
+
+
+@pytest.mark.parametrize(("architecture", "wave"), TABLES)
+def test_waves_describe_the_clusters_of_their_configuration(architecture, wave):
+    geometry = Geometry(heads=wave.heads * 16, padded_heads=wave.heads * 16, capacity=1)
+    for keys, us in wave.times:
+        config = wave.layout(keys)(geometry, 1, True)
+        clusters = [along // of_cluster for along, of_cluster in zip(config.grid, config.cluster, strict=True)]
+        assert clusters == [1, 16, 1]
+        assert config.cluster[0] * config.cluster[1] == wave.ctas
+        assert wave.cost(1, wave.heads, keys) == pytest.approx(us)
+        assert architecture == "anywhere" or architecture in config.architectures
+    assert list(wave.times) == sorted(wave.times)
+
+
+def test_cost_counts_waves_between_what_was_measured():
+    wave = Wave(lambda keys: sparse_config, 16, 4, ((256, 4.0), (1024, 10.0)))
+    full = WAVE_OF_CLUSTERS[4]
+    assert [wave.cost(full, 16, keys) for keys in (1, 256, 640, 1024)] == [4.0, 4.0, 7.0, 10.0]
+    assert wave.cost(full + 1, 16, 256) == 8.0
+    assert wave.cost(1, 16, 1025) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "family", "heads"),
+    [
+        (1, 256, "probabilities", 16),
+        (5, 256, "probabilities", 16),
+        (8, 256, "warpgroup_2x128", 16),
+        (16, 256, "warpgroup_1x256", 16),
+        (40, 256, "warpgroup_1x256", 32),
+        (5, 1024, "warpgroup_4x256", 16),
+        (5, 2048, "warpgroup_8x256", 32),
+    ],
+)
+def test_measured_points_run_what_was_fastest_there(batch, keys, family, heads):
+    config = decode_config(Geometry(capacity=batch), batch, True, "sm_90a", keys)
+    assert (config.family, config.head_rows) == (family, heads)
+
+
+def test_other_architectures_run_what_every_one_can():
+    """A table of one GPU says nothing of another; and only sm_90a has wgmma."""
+    geometry = Geometry(capacity=40)
+    decodes = {name: stage_kernels(geometry, 40, True, name)["sparse_decode"] for name in ARCHITECTURES}
+    assert isinstance(decodes["sm_90a"], WarpgroupConfig)
+    assert isinstance(decodes["sm_100a"], SparseConfig)
+    assert decodes["sm_100a"] == decodes["sm_103a"] == sparse_config(geometry, 40)
+
+
+def test_keys_expected_are_an_even_share():
+    assert expected_keys(Geometry(topk=2048, dcp=8), None) == 256
+    assert expected_keys(Geometry(topk=100, dcp=16), None) == 7
+    assert expected_keys(Geometry(topk=2048, dcp=8), 2048) == 2048
