@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cutlass")
 
 from dcp_decode.geometry import Geometry  # noqa: E402
-from dcp_decode.kernels import ptx, warpgroup_query, warpgroup_scores, warpgroup_values, wgmma  # noqa: E402
+from dcp_decode.kernels import ptx, warpgroup_gather, warpgroup_query, warpgroup_scores, warpgroup_values, wgmma  # noqa: E402
 from dcp_decode.kernels.sparse_arguments import Worker  # noqa: E402
 from dcp_decode.kernels.warpgroup import SparseWarpgroups  # noqa: E402
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig  # noqa: E402
@@ -222,3 +222,28 @@ def test_a_wrong_swizzle_is_seen(cta, monkeypatch):
         test_scores_are_those_of_the_documented_keys_and_heads(cta)
     with pytest.raises(AssertionError):
         test_values_meet_their_probabilities(cta)
+
+
+GATHERS = [(32, 1, 256, 1), (32, 1, 256, 3), (16, 1, 256, 6), (16, 2, 128, 3), (16, 4, 64, 2), (8, 2, 64, 4)]
+
+
+@pytest.mark.parametrize("size", GATHERS, ids=lambda size: "x".join(map(str, size)))
+def test_a_cluster_copies_every_key_once_to_all_its_head_groups(size, monkeypatch):
+    head_rows, split, chunk, groups = size
+    kernel = SparseWarpgroups(WarpgroupConfig(Geometry(), 1, True, head_rows, split, chunk, groups))
+    monkeypatch.setattr(warpgroup_gather, "Int32", int)
+    copies = []
+    monkeypatch.setattr(ptx, "bulk_load", lambda place, *_: copies.append((place, 1)))
+    monkeypatch.setattr(ptx, "bulk_multicast", lambda place, *rest: copies.append((place, rest[-1])))
+    own = split - 1
+    for tile_group in range(groups, 2 * groups):
+        for thread in range(512):
+            worker = Worker(0, tile_group, own, thread, thread // 32, thread % 32, SHARED, None)
+            key = kernel.gathered_key(worker)
+            assert key >= chunk or worker.lane < kernel.gathering_lanes, "its row number was loaded"
+            if key < chunk:
+                kernel.copy_key(key, 0, 0, worker)
+    assert sorted(place for place, _ in copies) == list(range(chunk))
+    # The rank of CTA (s, g) in its cluster is s + S g.
+    receivers = sum(1 << (own + split * group) for group in range(groups)) if groups > 1 else 1
+    assert {ctas for _, ctas in copies} == {receivers}
