@@ -33,7 +33,6 @@ class SparseQuery:
     """The query side of a sparse decode; pieces of 16 bytes are dealt to the query threads round robin."""
 
     config: Any  # of any sparse decode (`sparse_layout.DecodeConfig`)
-    pieces_in_flight = PIECES_IN_FLIGHT
 
     @property
     def pieces(self) -> int:
@@ -73,7 +72,7 @@ class SparseQuery:
         An expired or aborted wait raises the CTA's abort flag and leaves armed words behind; they are never pushed.
         """
         turns = -(-self.pieces // self.config.query_threads)
-        in_flight = -(-turns // -(-turns // self.pieces_in_flight))
+        in_flight = -(-turns // -(-turns // PIECES_IN_FLIGHT))
         for first in cutlass.range_constexpr(0, turns, in_flight):
             batch = range(first, min(first + in_flight, turns))
             places = [self.piece(turn, worker.thread) for turn in batch]
