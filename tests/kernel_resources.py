@@ -45,7 +45,7 @@ INSTRUCTIONS = {
     "matrix store": (r"stmatrix", r"STSM"),
 }
 # Heads of a CTA, CTAs that share a row's keys, keys of a chunk, head groups of a cluster.
-WARPGROUP_SIZES = ((32, 1, 256), (16, 1, 256, 3), (32, 8, 256), (16, 2, 128, 3), (16, 4, 64))
+WARPGROUP_SIZES = ((32, 1, 256, 1), (16, 1, 256, 3), (16, 2, 128, 3), (16, 4, 256, 2), (16, 4, 64, 1), (32, 8, 256, 1))
 LOCAL_MEMORY = re.compile(r"\b(?:LDL|STL)\b")
 
 

@@ -12,6 +12,12 @@ import pytest
 pytest.importorskip("cutlass")
 import kernel_resources
 
+from dcp_decode.geometry import Geometry
+from dcp_decode.kernels import disk_cache
+from dcp_decode.kernels.sparse import compile_sparse
+from dcp_decode.kernels.sparse_refusal import RefusalReason, SparseRefused
+from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
+
 if kernel_resources.tools() is None:
     pytest.skip("needs nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm", allow_module_level=True)
 
@@ -28,6 +34,9 @@ NEEDED = {
     },
 }  # fmt: skip
 NEEDED["chain"] = NEEDED["sparse"]
+NEEDED["warpgroup"] = NEEDED["sparse"] - {"cluster barrier", "peer store", "tensor core"} | {
+    "warpgroup product", "matrix store",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", kernel_resources.ARCHITECTURES)
@@ -44,5 +53,16 @@ def test_resources_and_instructions(architecture):
         kind = next(kind for kind in NEEDED if name.startswith(kind))
         assert NEEDED[kind] | {"dependency wait", "dependent launch"} <= present, name
         assert ("bulk peer copy" in present) == ("bulk" in name), name
+        if kind == "warpgroup":  # one CTA a row has no peers
+            assert ("peer store" in present) == ("x1x" not in name), name
+            assert ("cluster barrier" in present) == ("x1x" not in name or "groups" in name), name
         if kind == "merge":  # a fence would cost what the protocol model shows to be needless
             assert "system fence" not in present
+
+
+@pytest.mark.parametrize("architecture", ["sm_100a", "sm_103a"])
+def test_warpgroups_are_refused_where_wgmma_is_missing(architecture, monkeypatch):
+    monkeypatch.setattr(disk_cache, "architecture", lambda: architecture)
+    with pytest.raises(SparseRefused, match=f"{architecture}, must be sm_90a") as refused:
+        compile_sparse(WarpgroupConfig(Geometry(), 5, head_rows=16))
+    assert refused.value.refusal.reason is RefusalReason.ARCHITECTURE
