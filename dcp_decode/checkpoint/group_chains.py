@@ -12,7 +12,7 @@ group call, and sends each owner's rows from where the sparse decode has left th
 forms that were timed (us a layer, two H200s, 5 rows of 48 own heads) these are the fastest:
 
     query     five all-gathers in one call 10.5     one of packed rows 6.8, and two copies of 2.8
-    partials  two sends a peer in one call 15.3     one all-to-all of packed rows 10.1, and four copies; two of them 15.2
+    partials  two sends a peer in one call 15.3     one all-to-all of packed rows 10.1, and four copies; two 15.2
 """
 
 from __future__ import annotations
