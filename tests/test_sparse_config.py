@@ -23,6 +23,10 @@ from dcp_decode.kernels.sparse_shared import MAX_SHARED_BYTES, SPLIT, PartialsLa
         ({"exchange": "probability"}, RefusalReason.EXCHANGE),
         ({"exchange": "probabilities", "bulk": True}, RefusalReason.EXCHANGE),
         ({"exchange": "probabilities", "tiles": 3, "buffers": 2}, RefusalReason.SHARED_MEMORY),
+        ({"exchange": "partials", "groups": 2}, RefusalReason.GROUPS),
+        ({"exchange": "probabilities", "tiles": 2, "groups": 2}, RefusalReason.GROUPS),
+        ({"exchange": "probabilities", "tiles": 1, "groups": 4}, RefusalReason.GROUPS),
+        ({"exchange": "probabilities", "tiles": 1, "groups": 0}, RefusalReason.GROUPS),
     ],
 )
 def test_refusals_are_typed(choices, reason):

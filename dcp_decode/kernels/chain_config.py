@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_decode.errors import DcpDecodeError
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.configs import QUERY_ROW_PIECES, KernelConfig, stage_kernels
-from dcp_decode.kernels.sparse_config import SparseConfig
+from dcp_decode.kernels.sparse_config import MAX_GROUPS, SparseConfig
 from dcp_decode.kernels.sparse_layout import WAVE_CLUSTERS, decode_config, sparse_config
 from dcp_decode.kernels.sparse_shared import SPLIT
 
@@ -129,7 +129,9 @@ def can_implement(config: ChainConfig) -> ChainRefusal | None:
 def chain_config(geometry: Geometry, batch: int, **choices: Any) -> ChainConfig:
     """The chain around the fastest sparse decode of one tile, with any of its choices given instead."""
     defaults: dict[str, Any] = {"tiles": 1, "exchange": "probabilities"}
-    return ChainConfig(sparse_config(geometry, batch, True, **(defaults | choices)))
+    sparse = sparse_config(geometry, batch, True, **(defaults | choices))
+    shared = replace(sparse, groups=MAX_GROUPS)
+    return ChainConfig(sparse if "groups" in choices or shared.refusal() else shared)
 
 
 def chain_for(geometry: Geometry, batch: int, own_device: bool, multiprocessors: int) -> ChainRefusal | None:

@@ -137,7 +137,7 @@ class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
         return {
             "grid": config.grid,
             "block": [config.threads, 1, 1],
-            "cluster": [SPLIT, 1, 1],
+            "cluster": list(config.cluster),
             "smem": config.shared.nbytes,
             "use_pdl": config.pdl,
             # Stated both, or ptxas spills a few registers of some variants.

@@ -152,16 +152,36 @@ class SparseChunk(SparseRows):
         width: cutlass.Constexpr,
         arguments: SparseArguments,
         worker: Worker,
+        shared: cutlass.Constexpr = False,
     ) -> None:
-        """Start this warp's copies of a chunk of which `keys` keys are left; the other arguments are `load_index`'s."""
+        """Start this warp's copies of a chunk of which `keys` keys are left; shared: see `bulk_copy`.
+
+        The other arguments are `load_index`'s.
+        """
         position = first + worker.lane
         if (worker.lane < width) & (position < keys):
-            ptx.bulk_load(
+            self.bulk_copy(
                 self.key_buffer(worker, chunk) + position * ROW_PITCH,
                 arguments.kv + Int64(index) * numerics.ROW_BYTES,
                 numerics.ROW_BYTES,
                 worker.shared + self.config.shared.key_barrier(0) + (chunk & (self.config.buffers - 1)) * 8,
+                worker,
+                shared,
             )
+
+    def bulk_copy(
+        self, destination: Any, source: Any, count_bytes: int, barrier: Any, worker: Worker, shared: bool
+    ) -> None:
+        """Global to shared memory: of this CTA, or `shared`, to the same place of all CTAs that have the same keys."""
+        if shared:
+            ctas = Int32(sum(1 << SPLIT * group for group in range(self.config.groups))) << worker.split
+            ptx.bulk_multicast(destination, source, count_bytes, barrier, ctas)
+        else:
+            ptx.bulk_load(destination, source, count_bytes, barrier)
+
+    def cluster_rank(self, worker: Worker, cta: Any) -> Any:
+        """Number in the cluster of the CTA that has keys `cta`, `cta` + SPLIT .. of the worker's heads."""
+        return cta if self.config.groups == 1 else cta + worker.tile_group % self.config.groups * SPLIT
 
     def wait_for_keys(self, chunk: Any, worker: Worker, ready: Any = (), scratch: Any = 0) -> None:
         """Until the keys of a chunk are in their buffer; ready, scratch: see `ptx.wait_barrier`."""

@@ -21,6 +21,7 @@ GATHER_WARPS = 4  # there, of a one-tile CTA; wide ones have half as many of the
 QUERY_WARPS = 4  # a warp group that waits for the query words, fences and re-arms beside the others
 
 MAX_TILES = 3
+MAX_GROUPS = 2  # clusters of 8 CTAs, the most that every GPU runs
 EXCHANGES = ("partials", "probabilities")
 
 
@@ -35,7 +36,9 @@ class SparseConfig:
     trigger: when the next kernel may be launched: at the "start", before the "merge" or at the "end" (it still waits
     for this one's completion before it reads anything). pdl: programmatic dependent launch.
     exchange: what the CTAs of a cluster exchange; it chooses the `family`.
-    None of tiles, bulk, buffers, trigger and pdl changes a bit of the result.
+    groups: CTAs of adjacent head tiles in a cluster, which copy the first keys and values once for all of them; more
+    than one needs the exchange of probabilities and one tile.
+    None of tiles, bulk, buffers, trigger, pdl and groups changes a bit of the result.
     """
 
     geometry: Geometry
@@ -47,6 +50,7 @@ class SparseConfig:
     trigger: str = "merge"
     pdl: bool = True
     exchange: str = "partials"
+    groups: int = 1
 
     split: ClassVar[int] = SPLIT
     architectures: ClassVar[tuple[str, ...]] = ARCHITECTURES
@@ -64,6 +68,10 @@ class SparseConfig:
     @property
     def grid(self) -> tuple[int, int, int]:
         return (SPLIT, self.geometry.heads // self.head_rows, self.batch)
+
+    @property
+    def cluster(self) -> tuple[int, int, int]:
+        return (SPLIT, self.groups, 1)
 
     @property
     def mailbox(self) -> MailboxLayout:
@@ -130,7 +138,7 @@ class SparseConfig:
     def name(self) -> str:
         """Of the variant, for tables and file names."""
         parts = [f"b{self.batch}", f"h{self.geometry.heads}", "push" if self.push else "local", f"t{self.tiles}"]
-        parts += ["p"] * (self.exchange == "probabilities")
+        parts += ["p"] * (self.exchange == "probabilities") + [f"groups{self.groups}"] * (self.groups > 1)
         parts += ["bulk"] * self.bulk + ["single"] * (self.buffers == 1) + [self.trigger] * (self.trigger != "merge")
         return "sparse_" + "_".join(parts)
 
@@ -145,6 +153,11 @@ class SparseConfig:
         refusal = refuse_common(self)
         if refusal is not None:
             return refusal
+        if self.groups != 1 and (self.exchange != "probabilities" or self.tiles != 1):
+            detail = f"head groups {self.groups}: only with one tile and the exchange of probabilities"
+            return SparseRefusal(RefusalReason.GROUPS, detail)
+        if not 1 <= self.groups <= MAX_GROUPS or self.grid[1] % self.groups:
+            return SparseRefusal(RefusalReason.GROUPS, f"head groups {self.groups} of {self.grid[1]}")
         if self.tiles > MAX_TILES:
             return SparseRefusal(RefusalReason.TILES, f"tiles {self.tiles}")
         if not self.shared.overlay_fits:

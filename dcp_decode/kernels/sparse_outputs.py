@@ -23,7 +23,8 @@ class SparseOutputs(SparseChunk):
         """
         layout = self.config.shared
         aborted = ptx.load_shared(worker.shared + layout.abort_flag, 1, Int32)[0]
-        remote = ptx.map_shared(worker.shared, ptx.minimum_int32(worker.lane, Int32(self.config.split - 1)))
+        cta = ptx.minimum_int32(worker.lane, Int32(self.config.split - 1))
+        remote = ptx.map_shared(worker.shared, self.cluster_rank(worker, cta))
         totals = [running_sum[index] for index in range(self.config.tiles * self.warp_heads)]
         for distance in (16, 8, 4, 2, 1):
             totals = [ptx.add(total, cute.arch.shuffle_sync_bfly(total, distance)) for total in totals]

@@ -40,7 +40,7 @@ from dcp_decode.kernels.sparse_chunk import (
     transposed_values,
 )
 from dcp_decode.kernels.sparse_config import COMPUTE_WARPS
-from dcp_decode.kernels.sparse_gather import FIRST_ROWS, ROUND_BITS, ROUND_KEYS, SparseGather
+from dcp_decode.kernels.sparse_gather import ROUND_BITS, ROUND_KEYS, SparseGather
 from dcp_decode.kernels.sparse_outputs import SparseOutputs
 from dcp_decode.kernels.sparse_shared import CHUNK, COLUMNS, SPLIT
 
@@ -57,15 +57,20 @@ class SparseProbabilities(SparseGather, SparseOutputs):
     @cute.jit
     def compute_probabilities(self, arguments: SparseArguments, worker: Worker) -> None:
         """A compute warp: its part of the first keys, all rounds, outputs."""
-        first = worker.warp * FIRST_ROWS
-        index = self.load_index(arguments, worker, Int32(0), first, FIRST_ROWS)
+        share = self.compute_share
+        first_key, first_value = self.first_places(share, worker)
+        index = self.load_index(arguments, worker, Int32(0), first_key, share.keys)
+        row = self.load_shared_row(first_value, arguments, worker)
         count = self.load_count(arguments, worker)
         keys = self.keys_of_cta(count, worker)
-        self.gather_keys(index, Int32(0), keys, first, FIRST_ROWS, arguments, worker)
+        if cutlass.const_expr(self.shares_copies):
+            self.meet_peers()
+        self.gather_keys(index, Int32(0), keys, first_key, share.keys, arguments, worker, self.shares_copies)
         if (worker.thread == 0) & (keys > 0):
             self.expect_keys(Int32(0), keys, worker)
-        cute.arch.cluster_wait()
-        cute.arch.cluster_arrive_relaxed()
+        self.gather_shared_values(row, first_value, share.values, count, arguments, worker)
+        if cutlass.const_expr(not self.shares_copies):
+            self.meet_peers()
         if count > 0:
             self.attend_probabilities(count, arguments, worker)
         else:
@@ -193,7 +198,7 @@ class SparseProbabilities(SparseGather, SparseOutputs):
         cute.arch.sync_warp()
         piece, cta, member = worker.lane % 4, worker.lane // 4 % SPLIT, worker.lane // 16
         parity = number & 1
-        remote = ptx.map_shared(worker.shared, cta)
+        remote = ptx.map_shared(worker.shared, self.cluster_rank(worker, cta))
         barrier = remote + layout.probability_barrier(0) + parity * 8
         # Heads 2, 3 of every four have their two 32-byte halves swapped: no bank conflict for the readers.
         swizzled = (piece ^ (worker.warp * heads & 2)) * PIECE_BYTES

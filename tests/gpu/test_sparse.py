@@ -45,14 +45,16 @@ PROBABILITIES = [
         {"tiles": 2, "buffers": 2},
         {"tiles": 2, "buffers": 1},
         {"tiles": 3, "buffers": 1},
+        {"tiles": 1, "buffers": 2, "groups": 2},
+        {"tiles": 1, "buffers": 1, "groups": 2},
     )
 ]
 every_variant = pytest.mark.parametrize("make", [*SEED, *PROBABILITIES], ids=as_test_id)
-# One for each number of tiles and exchange.
+# One for each number of tiles, exchange and head groups.
 every_shape = pytest.mark.parametrize(
-    "make", [SEED[0], SEED[2], SEED[8], SEED[11], PROBABILITIES[0], PROBABILITIES[4], PROBABILITIES[6]], ids=as_test_id
+    "make", [*(SEED[n] for n in (0, 2, 8, 11)), *(PROBABILITIES[n] for n in (0, 4, 6, 7))], ids=as_test_id
 )
-every_exchange = pytest.mark.parametrize("make", [SEED[0], PROBABILITIES[0]], ids=as_test_id)
+every_exchange = pytest.mark.parametrize("make", [SEED[0], PROBABILITIES[0], PROBABILITIES[7]], ids=as_test_id)
 
 
 @ROUTES
