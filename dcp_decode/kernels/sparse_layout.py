@@ -14,7 +14,7 @@ from itertools import pairwise, product
 from typing import Any
 
 from dcp_decode.geometry import HEAD_TILE, Geometry
-from dcp_decode.kernels.sparse_config import EXCHANGES, MAX_TILES, SparseConfig
+from dcp_decode.kernels.sparse_config import EXCHANGES, MAX_GROUPS, MAX_TILES, SparseConfig
 from dcp_decode.kernels.sparse_refusal import RefusalReason, SparseRefusal
 from dcp_decode.kernels.sparse_shared import SPLIT
 from dcp_decode.kernels.warpgroup_config import CHUNKS, SPLITS, WarpgroupConfig
@@ -64,7 +64,7 @@ def tiles_wave(tiles: int, *times: tuple[int, float], groups: int = 1, **choices
 
     def layout(keys: int) -> Layout:
         del keys
-        return partial(sparse_config, tiles=tiles, **choices | ({"groups": groups} if groups > 1 else {}))
+        return partial(sparse_config, tiles=tiles, groups=groups, **choices)
 
     return Wave(layout, HEAD_TILE * tiles * groups, SPLIT * groups, times)
 
@@ -88,6 +88,7 @@ ANYWHERE = (
 MEASURED: dict[str, tuple[Wave, ...]] = {
     "sm_90a": (
         *ANYWHERE,
+        tiles_wave(1, (256, 4.25), exchange="probabilities", groups=2, trigger="end"),
         tiles_wave(1, (256, 4.35), exchange="probabilities", trigger="end"),
         warpgroup_wave(16, 2, 3, (256, 6.05)),
         warpgroup_wave(16, 2, 1, (256, 6.5)),
@@ -165,6 +166,8 @@ def sparse_variants(
         for bulk in (False, True)
         for buffers in (2, 1)
     ]
+    one_tile = partial(SparseConfig, geometry, batch, push, exchange="probabilities")
+    exchanging += [one_tile(groups=groups, trigger="end") for groups in (1, MAX_GROUPS)]
     expected = expected_keys(geometry, keys)
     warpgroups = [
         WarpgroupConfig(geometry, batch, push, head_rows, split, fitting_chunk(expected, split), groups)
