@@ -61,23 +61,23 @@ Tried and dropped:
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass import Int32, Int64, Uint8, cute
 
 from dcp_decode.kernels import disk_cache, ptx
 from dcp_decode.kernels.launch import run_sparse
 from dcp_decode.kernels.sparse_arguments import QUERY_STAGED, QUERY_WARPS_DONE, SparseArguments, Worker
 from dcp_decode.kernels.sparse_chunk import store_fp8_pair_shared, transpose4
 from dcp_decode.kernels.sparse_config import COMPUTE_WARPS, SparseConfig
+from dcp_decode.kernels.sparse_launch import SparseLaunch, example_arguments
 from dcp_decode.kernels.sparse_layout import DecodeConfig, refuse_architecture, sparse_config, sparse_for, sparse_layout
 from dcp_decode.kernels.sparse_partials import SparsePartials
 from dcp_decode.kernels.sparse_probabilities import SparseProbabilities
 from dcp_decode.kernels.sparse_query import SparseQuery
 from dcp_decode.kernels.sparse_refusal import SparseRefusal, SparseRefused
 from dcp_decode.kernels.sparse_shared import SPLIT
+from dcp_decode.kernels.warpgroup import SparseWarpgroups
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
 
 # The kernel's whole interface, wherever its parts live.
@@ -93,7 +93,7 @@ __all__ = [
 ]
 
 
-class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
+class SparseDcpDecode(SparseLaunch, SparseQuery, SparsePartials, SparseProbabilities):
     """The kernel specialised for one `SparseConfig`."""
 
     config: SparseConfig
@@ -108,42 +108,6 @@ class SparseDcpDecode(SparseQuery, SparsePartials, SparseProbabilities):
     def can_implement(config: SparseConfig) -> SparseRefusal | None:
         """None, or the typed reason why this configuration is refused."""
         return config.refusal()
-
-    @cute.jit
-    def __call__(
-        self,
-        region: Int64,
-        table: Int64,
-        rank: Int32,
-        kv: Int64,
-        rows: Int64,
-        valid: Int64,
-        latent: Int64,
-        lse: Int64,
-        scale_log2: Float32,
-        out_scale: Float32,
-        deadline: Int64,
-        stream: cuda.CUstream,
-    ) -> None:
-        """Launch over (split, head tiles, batch rows); arguments as in `launch.run_sparse`, addresses as integers."""
-        self.kernel(
-            SparseArguments(region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline)
-        ).launch(**self.launch_shape, stream=stream)
-
-    @property
-    def launch_shape(self) -> dict[str, Any]:
-        """Grid, CTA, cluster and what they hold: keyword arguments of a launch."""
-        config = self.config
-        return {
-            "grid": config.grid,
-            "block": [config.threads, 1, 1],
-            "cluster": list(config.cluster),
-            "smem": config.shared.nbytes,
-            "use_pdl": config.pdl,
-            # Stated both, or ptxas spills a few registers of some variants.
-            "max_number_threads": [config.threads, 1, 1],
-            "min_blocks_per_mp": 1,
-        }
 
     @cute.kernel
     def kernel(self, arguments: SparseArguments) -> None:
@@ -264,16 +228,5 @@ def compile_sparse(config: DecodeConfig) -> disk_cache.JitKernel:
     refusal = config.refusal() or refuse_architecture(config, disk_cache.architecture())
     if refusal is not None:
         raise SparseRefused(refusal)
-    if isinstance(config, WarpgroupConfig):
-        from dcp_decode.kernels.warpgroup import SparseWarpgroups
-
-        return disk_cache.compile_kernel(SparseWarpgroups(config), example_arguments())
-    return disk_cache.compile_kernel(SparseDcpDecode(config), example_arguments())
-
-
-def example_arguments() -> tuple[Any, ...]:
-    """Typed arguments of the compiled kernel, without the stream: for compilation and export."""
-    address = Int64(0)
-    return (
-        address, address, Int32(0), address, address, address, address, address, Float32(1.0), Float32(1.0), Int64(0),
-    )  # fmt: skip
+    kernel = SparseWarpgroups(config) if isinstance(config, WarpgroupConfig) else SparseDcpDecode(config)
+    return disk_cache.compile_kernel(kernel, example_arguments())

@@ -29,14 +29,12 @@ those of `sparse`.
 
 from __future__ import annotations
 
-from typing import Any
-
-import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from dcp_decode.kernels import ptx
 from dcp_decode.kernels.sparse_arguments import COMPUTE, QUERY_STAGED, SparseArguments, Worker
+from dcp_decode.kernels.sparse_launch import SparseLaunch
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
 from dcp_decode.kernels.warpgroup_gather import WarpgroupGather
 from dcp_decode.kernels.warpgroup_outputs import WarpgroupOutputs
@@ -48,46 +46,11 @@ from dcp_decode.kernels.warpgroup_values import WarpgroupValues
 EMPTY_MAXIMUM = -0x7F800001  # -inf as an ordered integer
 
 
-class SparseWarpgroups(WarpgroupQuery, WarpgroupGather, WarpgroupValues, WarpgroupOutputs):
+class SparseWarpgroups(SparseLaunch, WarpgroupQuery, WarpgroupGather, WarpgroupValues, WarpgroupOutputs):
     """The kernel specialised for one `WarpgroupConfig`."""
 
     def __init__(self, config: WarpgroupConfig) -> None:
         self.config = config
-
-    @cute.jit
-    def __call__(
-        self,
-        region: Int64,
-        table: Int64,
-        rank: Int32,
-        kv: Int64,
-        rows: Int64,
-        valid: Int64,
-        latent: Int64,
-        lse: Int64,
-        scale_log2: Float32,
-        out_scale: Float32,
-        deadline: Int64,
-        stream: cuda.CUstream,
-    ) -> None:
-        """Launch over (split, head groups, batch rows); arguments as in `launch.run_sparse`, addresses as integers."""
-        self.kernel(
-            SparseArguments(region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline)
-        ).launch(**self.launch_shape, stream=stream)
-
-    @property
-    def launch_shape(self) -> dict[str, Any]:
-        """Grid, CTA, cluster and what they hold: keyword arguments of a launch."""
-        config = self.config
-        shape = {
-            "grid": config.grid,
-            "block": [config.threads, 1, 1],
-            "smem": config.shared.nbytes,
-            "use_pdl": config.pdl,
-            "max_number_threads": [config.threads, 1, 1],
-            "min_blocks_per_mp": 1,
-        }
-        return shape | ({"cluster": list(config.cluster)} if config.clustered else {})
 
     @cute.kernel
     def kernel(self, arguments: SparseArguments) -> None:
