@@ -11,7 +11,7 @@ DOCUMENT = TESTS.parent / "docs" / "known-bugs-tested.md"
 
 def test_every_test_that_is_named_exists():
     functions = {
-        file: set(re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)) for file in TESTS.rglob("*.py")
+        file: set(re.findall(r"^ *def (test_\w+)", file.read_text(), re.MULTILINE)) for file in TESTS.rglob("*.py")
     }
     quoted = re.findall(r"`([^`]*)`", DOCUMENT.read_text())
     named = [text for text in quoted if re.fullmatch(r"(?:[\w/]+\.py::)?test_\w+|[\w/]*test_\w+\.py", text)]

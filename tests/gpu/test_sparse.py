@@ -11,12 +11,12 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-import sparse_checks as checks  # noqa: E402
-from sparse_checks import EDGE_COUNTS, NAN_BYTES, NEEDLE_COUNTS, ROUTES, as_test_id  # noqa: E402
+from sparse_cases import EDGE_COUNTS, ROUTES, SparseCases, check_step  # noqa: E402
 from sparse_rank import SparseRank, make_inputs  # noqa: E402
 
 from dcp_decode.geometry import Geometry  # noqa: E402
-from dcp_decode.kernels.sparse_layout import sparse_config  # noqa: E402
+from dcp_decode.kernels.aot import architecture_of  # noqa: E402
+from dcp_decode.kernels.sparse_layout import decode_config, sparse_config  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -49,53 +49,20 @@ PROBABILITIES = [
         {"tiles": 1, "buffers": 1, "groups": 2},
     )
 ]
-every_variant = pytest.mark.parametrize("make", [*SEED, *PROBABILITIES], ids=as_test_id)
-# One for each number of tiles, exchange and head groups.
-every_shape = pytest.mark.parametrize(
-    "make", [*(SEED[n] for n in (0, 2, 8, 11)), *(PROBABILITIES[n] for n in (0, 4, 6, 7))], ids=as_test_id
-)
-every_exchange = pytest.mark.parametrize("make", [SEED[0], PROBABILITIES[0], PROBABILITIES[7]], ids=as_test_id)
 
 
-@ROUTES
-@every_variant
-def test_every_variant_on_edge_counts(make, push):
-    checks.check_edge_counts(make, push)
+class TestPartials(SparseCases):
+    variants = SEED
+    shapes = tuple(SEED[n] for n in (0, 2, 8, 11))  # one for each number of tiles, and a bulk exchange
+    small = SEED[:1]
+    families = (SEED,)
 
 
-@every_exchange
-@ROUTES
-@pytest.mark.parametrize("dcp", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("heads", [64, 96, 128])
-def test_heads_and_ranks(heads, dcp, push, make):
-    checks.check_heads_and_ranks(make, heads, dcp, push)
-
-
-@pytest.mark.parametrize("batch", [1, 2, 5, 6, 8, 17, 40])
-def test_batches(batch):
-    checks.check_batch(sparse_config, batch)
-
-
-@every_exchange
-@pytest.mark.parametrize("width", [1, 3, 64, 200, 2048])
-def test_widths(width, make):
-    checks.check_width(make, width)
-
-
-@every_shape
-def test_all_keys_on_one_rank(make):
-    checks.check_all_keys(make)
-
-
-@pytest.mark.parametrize("generations", [2, 3])
-def test_generations_follow_the_use_counter(generations):
-    checks.check_generations(sparse_config, generations)
-
-
-@pytest.mark.parametrize("variants", [SEED, PROBABILITIES], ids=["seed", "probabilities"])
-@ROUTES
-def test_variants_of_a_family_agree_bitwise(push, variants):
-    checks.check_same_bits(variants, push)
+class TestProbabilities(SparseCases):
+    variants = PROBABILITIES
+    shapes = tuple(PROBABILITIES[n] for n in (0, 4, 6, 7))  # one for each number of tiles, and of head groups
+    small = (PROBABILITIES[0], PROBABILITIES[7])
+    families = (PROBABILITIES,)
 
 
 @ROUTES
@@ -113,66 +80,14 @@ def test_families_agree_where_their_orders_do(push):
     assert not torch.equal(seed.out[~one_round].view(torch.int16), other.out[~one_round].view(torch.int16))
 
 
-@every_shape
-def test_hundred_repeats_agree_bitwise(make):
-    checks.check_repeats(make)
+@pytest.mark.parametrize("batch", [1, 2, 5, 6, 8, 9, 12, 17, 20, 23, 40])
+@pytest.mark.parametrize("most_keys", [256, 2048])
+def test_default_layout_of_every_bucket(batch, most_keys):
+    """What `sparse_layout` chooses on this GPU for about as many keys."""
+    architecture = architecture_of(torch.device("cuda"))
+    counts = [(37 * row + most_keys) % (most_keys + 1) for row in range(batch)]
 
+    def chosen(geometry, batch, push):
+        return decode_config(geometry, batch, push, architecture, most_keys)
 
-def test_push_and_local_partials_agree_bitwise():
-    checks.check_routes_agree(sparse_config)
-
-
-def test_row_order_changes_no_bit():
-    checks.check_row_order(sparse_config)
-
-
-def test_graph_replays_agree_with_eager():
-    checks.check_graph_replays(sparse_config)
-
-
-def test_extreme_values():
-    checks.check_extreme_values(sparse_config)
-
-
-@every_exchange
-def test_all_codes(make):
-    checks.check_all_codes(make)
-
-
-@every_shape
-@ROUTES
-@NAN_BYTES
-def test_nan_query_poisons_its_row_and_head_only(nan_byte, push, make):
-    checks.check_nan_query(make, nan_byte, push)
-
-
-@every_shape
-@ROUTES
-@NAN_BYTES
-def test_nan_key_poisons_the_rows_that_select_it(nan_byte, push, make):
-    checks.check_nan_key(make, nan_byte, push)
-
-
-def test_page_stride_and_ten_million_rows():
-    checks.check_ten_million_rows(sparse_config)
-
-
-@every_shape
-@NEEDLE_COUNTS
-def test_needle_counts_every_key_once(count, make):
-    checks.check_needle_count(make, count)
-
-
-@every_exchange
-def test_a_missing_query_word_ends_in_a_record_and_no_push(make):
-    checks.check_missing_query_word(make)
-
-
-@every_shape
-def test_nothing_is_pushed_after_an_abort(make):
-    checks.check_abort_stops_pushes(make)
-
-
-def test_verdict_finds_one_wrong_column_and_a_wrong_lse():
-    """Negative control: the checks of this file can fail."""
-    checks.check_verdict_can_fail(sparse_config)
+    check_step(chosen, Geometry(capacity=40), counts, True, seed=batch, rank=7)
