@@ -15,8 +15,10 @@ What the CTAs then send each other is a choice, with a family of bits each:
 Rooms: `sparse_config` (choices), `sparse_shared` (shared memory), `sparse_chunk` (scores, softmax), `sparse_partials`,
 `sparse_gather` and `sparse_probabilities` (the exchanges), `sparse_outputs`; for every sparse decode `sparse_layout`
 (which one a batch runs), `sparse_refusal`, `sparse_launch`, `sparse_query` (arrival, re-arm, fence) and `sparse_rows`
-(what is read of a row, where its outputs go). Nothing is read from global memory before `griddepcontrol.wait`; the generation is the use counter
-modulo the generations, read by the query warps only; one thread advances the query stage's counter.
+(what is read of a row, where its outputs go).
+
+Nothing is read from global memory before `griddepcontrol.wait`; the generation is the use counter modulo the
+generations, read by the query warps only; one thread advances the query stage's counter.
 
 Every product is f16 x f16 + FP32 (E4M3 unpacked exactly), products and sums outside the tensor cores are mul.rn /
 add.rn / fma.rn, so tiles, bulk, buffers and routes share every bit of a family.
@@ -39,7 +41,7 @@ Where a row's time goes (probabilities, 5 x 256, SM clocks after the dependency 
     barrier 3980 | P sent 4510 | P of all here 5780 | values 6800 | statistics 6870 | stored 7370
 
 So two dependent loads before the query (use counter, words) and one before the keys cost as much as the arithmetic.
-Since then (the statistics are sent where P's way hides them, unpacking before the waits, trigger "end"): 4.1 / 4.35 us at
+Since then (the statistics are sent while P is on its way, unpacking before the waits, trigger "end"): 4.1 / 4.35 us at
 B = 1 / 5, cold 4.92 at B = 5; two head tiles that copy their keys once (`groups`): 4.26, cold 4.69. `sparse_layout`
 knows what a batch runs; from six rows or a thousand keys on that is `warpgroup` where the GPU has wgmma.
 
