@@ -271,9 +271,10 @@ class SparseProbabilities(SparseGather, SparseOutputs):
         swap = head // 2 % 2 * VALUE_STEP
         line = worker.shared + layout.probabilities + parity * layout.probability_bytes + head * CHUNK
         line = line + worker.lane % 4 * 8
-        for cta in cutlass.range_constexpr(SPLIT):
-            place = line + cta * (self.config.head_rows * CHUNK)
-            self.values_of_cta(sums, largest, early, values, cta, self.kept(running), maxima, place, swap)
+        at_once = self.ctas_at_once
+        for first in cutlass.range_constexpr(0, SPLIT, at_once):
+            ctas = range(first, first + at_once)
+            self.values_of_ctas(sums, largest, early, values, ctas, self.kept(running), maxima, line, swap)
         self.keep(sums, 0, 8 * self.config.tiles, worker)
 
     def keep(self, registers: Any, first: int, count: int, worker: Worker) -> None:
@@ -294,15 +295,18 @@ class SparseProbabilities(SparseGather, SparseOutputs):
         return worker.shared + layout.kept + worker.warp * (layout.kept_slots * 512) + word * 128 + worker.lane * 4
 
     def wait_for_probabilities(self, number: Any, early: Any, worker: Worker) -> None:
-        """Until P of a round has come from all CTAs; `early`: operands that shall be ready by then, or None."""
+        """Until P of a round has come from all CTAs; `early`: operands that shall be ready by then."""
         layout = self.config.probabilities_layout
-        ready = [word for cta in early or () for step in cta for column in step for pair in column for word in pair]
+        ready = [word for cta in early for step in cta for column in step for pair in column for word in pair]
         barrier = worker.shared + layout.probability_barrier(0) + (number & 1) * 8
         ptx.wait_barrier(barrier, (number >> 1) & 1, ready, worker.shared + layout.scratch + worker.thread * 4)
 
-    def early_values(self, place: Any) -> list[Any] | None:
-        """The values' operands where there are registers to load them before the wait for P: with one tile."""
-        return [self.value_operands(place, cta) for cta in range(SPLIT)] if self.config.tiles == 1 else None
+    def early_values(self, place: Any) -> list[Any]:
+        """Operands that are loaded and unpacked before the wait for P, where there are registers: of the first CTAs.
+
+        Those of the other CTAs are unpacked while the products of the first ones wait for each other.
+        """
+        return [self.value_operands(place, cta) for cta in range(self.ctas_at_once if self.config.tiles == 1 else 0)]
 
     def value_operands(self, place: Any, cta: int) -> list[Any]:
         """f16 operands [2 steps][2 parities][2 mma] of one CTA's keys; `place`: a lane's address in those of CTA 0."""
@@ -332,29 +336,45 @@ class SparseProbabilities(SparseGather, SparseOutputs):
         """What one tile keeps in registers and several load again."""
         return running if self.config.tiles == 1 else None
 
-    def values_of_cta(
-        self, sums: Any, largest: Any, early: Any, place: Any, cta: int, running: Any, maxima: Any, line: Any, swap: Any
+    @property
+    def ctas_at_once(self) -> int:
+        """CTAs whose products are interleaved where registers allow: one chain of mma waits for its own latency."""
+        return 2 if self.config.tiles == 1 else 1
+
+    def values_of_ctas(
+        self,
+        sums: Any,
+        largest: Any,
+        early: Any,
+        place: Any,
+        ctas: range,
+        running: Any,
+        maxima: Any,
+        line: Any,
+        swap: Any,
     ) -> None:
-        """sums += w_c P_c . V_c of one CTA; `line`: a lane's address in its P of head g."""
-        values = early[cta] if early else self.value_operands(place, cta)
+        """sums += w_c P_c . V_c of some CTAs, in order; `line`: a lane's address in P of CTA 0, head g."""
+        values = {cta: early[cta] if cta < len(early) else self.value_operands(place, cta) for cta in ctas}
         for tile in range(self.config.tiles):
-            current = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
+            current = {(cta, column): [Float32(0.0)] * 4 for cta in ctas for column in range(2)}
             for step, offset in enumerate((swap, VALUE_STEP - swap)):
-                operands = probability_operands(line + tile * (HEAD_TILE * CHUNK) + offset, CHUNK)
+                heads = line + tile * (HEAD_TILE * CHUNK) + offset
+                sender = self.config.head_rows * CHUNK
+                operands = {cta: probability_operands(heads + cta * sender, CHUNK) for cta in ctas}
                 for half_step in range(2):
-                    for column in range(2):
-                        current[column] = ptx.mma_f16(
-                            operands[half_step], values[step][column][half_step], current[column]
-                        )
-            for half in range(2):
-                if running:
-                    maximum = running[tile][half][cta]
-                else:
-                    maximum = ptx.load_shared(maxima + head_offset(tile, half) * (SPLIT * 4) + cta * 4, 1)[0]
-                weight = ptx.exp2(ptx.add(maximum, -largest[tile * 2 + half]))
-                for element in elements(tile, half):
-                    value = current[element // 4 % 2][element % 4]
-                    sums[element] = ptx.multiply_add(weight, value, sums[element])
+                    for cta, column in current:
+                        value = values[cta][step][column][half_step]
+                        current[cta, column] = ptx.mma_f16(operands[cta][half_step], value, current[cta, column])
+            for cta in ctas:
+                for half in range(2):
+                    if running:
+                        maximum = running[tile][half][cta]
+                    else:
+                        maximum = ptx.load_shared(maxima + head_offset(tile, half) * (SPLIT * 4) + cta * 4, 1)[0]
+                    weight = ptx.exp2(ptx.add(maximum, -largest[tile * 2 + half]))
+                    for element in elements(tile, half):
+                        value = current[cta, element // 4 % 2][element % 4]
+                        sums[element] = ptx.multiply_add(weight, value, sums[element])
 
     @cute.jit
     def output(self, sums: cute.Tensor, arguments: SparseArguments, worker: Worker) -> None:
