@@ -13,7 +13,7 @@ numbers are not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -136,14 +136,20 @@ class BenchRanks:
         return {name: self._on_all_ranks(launch) for name, launch in stages.items()}
 
     def subjects(self, config: DecodeConfig) -> list[Subject]:
-        """Every stage alone, and the chain of three."""
+        """Every stage alone, and the chain of three.
+
+        Alone, the sparse decode lets the next one start at its end: each fills the GPU, and one that started before
+        would only wait. In a chain the next kernel is small, and the layout says when it starts.
+        """
         stages = self.stages(config)
+        sparse = self.stages(replace(config, trigger="end"))["sparse_decode"]
 
         def chain(layer: int) -> None:
             for launch in stages.values():
                 launch(layer)
 
-        alone = [Subject(name, launch, self.prepare_alone, self.copies) for name, launch in stages.items()]
+        launches = stages | {"sparse_decode": sparse}
+        alone = [Subject(name, launch, self.prepare_alone, self.copies) for name, launch in launches.items()]
         return [*alone, Subject("chain", chain, self.prepare_chain)]
 
     def fused_subject(self) -> Subject | None:
