@@ -140,8 +140,7 @@ def describe_platform(platform: Platform) -> dict[str, Any]:
 
 
 def _empty(config: DecodeConfig, pdl: bool) -> EmptyConfig:
-    # The cluster is the first extent of the grid: the CTAs that share a row's keys.
-    return EmptyConfig(config.grid, config.threads, config.grid[0], config.shared_bytes, pdl)
+    return EmptyConfig(config.grid, config.threads, config.cluster, config.shared_bytes, pdl)
 
 
 def _copy_bandwidth() -> float:

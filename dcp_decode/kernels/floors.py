@@ -22,7 +22,7 @@ class EmptyConfig:
 
     grid: tuple[int, int, int]
     threads: int
-    cluster: int = 1
+    cluster: tuple[int, int, int] = (1, 1, 1)
     shared_bytes: int = 0
     pdl: bool = True
 
@@ -39,7 +39,7 @@ class EmptyKernel:
         self.kernel().launch(
             grid=config.grid,
             block=[config.threads, 1, 1],
-            cluster=[config.cluster, 1, 1],
+            cluster=list(config.cluster),
             smem=config.shared_bytes,
             use_pdl=config.pdl,
             stream=stream,
