@@ -172,6 +172,8 @@ class SparseWarpgroups(SparseLaunch, WarpgroupQuery, WarpgroupGather, WarpgroupV
             if worker.warp < self.softmax_warps:
                 self.clear_missing(left, worker)
                 self.softmax(self.add_partials(values, worker), left, scale_log2, worker)
+            else:
+                self.meet()  # in the softmax
         else:
             self.clear_missing(left, worker)
             self.softmax(values, left, scale_log2, worker)

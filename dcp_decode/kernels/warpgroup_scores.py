@@ -25,14 +25,13 @@ from cutlass import Float32, Int32, cute
 
 from dcp_decode import numerics
 from dcp_decode.kernels import ptx, wgmma
-from dcp_decode.kernels.sparse_arguments import Worker
+from dcp_decode.kernels.sparse_arguments import COMPUTE, Worker
 from dcp_decode.kernels.sparse_chunk import query_operand
 from dcp_decode.kernels.sparse_shared import ROW_PITCH
 from dcp_decode.kernels.warpgroup_config import COMPUTE_WARPS, WarpgroupConfig
 from dcp_decode.kernels.warpgroup_shared import KEY_TILE, QUERY_BLOCKS
 
 COMPUTE_THREADS = 32 * COMPUTE_WARPS
-SOFTMAX = 4  # named barrier of the warps that have scores
 STEP_BYTES = 16  # of a key in one wgmma
 BLOCK_STEPS = 4  # wgmma of a block of 64 numbers
 WARP_KEYS = 16
@@ -205,7 +204,9 @@ class WarpgroupScores:
         """P of the warps that have scores, into shared memory; `left` keys of the chunk are the row's."""
         masked = self.mask_scores(scores, left, worker)
         self.raise_maxima(masked, worker)
-        cute.arch.barrier(barrier_id=SOFTMAX, number_of_threads=32 * self.softmax_warps)
+        # Of all compute warps, though only these have stored: the others have nothing else to do, and compute-sanitizer
+        # reports races across later barriers where one of a part of the warps went before.
+        cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
         self.probabilities(masked, self.peaks(scale_log2, worker), scale_log2, worker)
         # The tensor cores read P.
         ptx.fence_async_shared()
