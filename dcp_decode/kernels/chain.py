@@ -1,6 +1,6 @@
 """DcpChain: query push, sparse decode and merge of one layer in one launch, where all clusters are resident at once.
 
-The 16 compute warps of a CTA are those of `SparseDcpDecode`; the query warps do the exchange beside them:
+All but the query warps of a CTA do what they do in `SparseDcpDecode`; the query warps do the exchange beside them:
 
     query warps     push own query | poll, stage | re-arm | close use | credit |              poll values, merge, re-arm
                         |               v QUERY_STAGED                         ^ VALUES_PUSHED
@@ -9,7 +9,6 @@ The 16 compute warps of a CTA are those of `SparseDcpDecode`; the query warps do
 * A CTA pushes its share of the own query before its first wait, and its values before it waits for those of others.
   All CTAs of a rank are resident (`chain_config` refuses the rest), and all ranks run: so no wait keeps its producer
   away. Ranks that share a device in one process launch stage by stage instead.
-* The gather starts when the query pushes are on their way: 4.4 MB through L2 would delay 35 KB that everybody awaits.
 * The merge of a row and own head belongs to one CTA: its query warps, idle by then, take 4 columns a thread. What peers
   have pushed is loaded before VALUES_PUSHED, and only what is missing is polled after it.
 * No data thread fences: one warp of the grid exchanges credit words for the rank (`credit`).
@@ -19,28 +18,27 @@ The 16 compute warps of a CTA are those of `SparseDcpDecode`; the query warps do
 
 Every bit is that of the stages: the same decode, and the merge sums in the same order.
 
-State: opt-in. No run launches it; the checkpoint (with `fused_chain = true`) and the GPU tests do. Its first form (the
-same protocol, numbering and merge; one poll after the other) passed all GPU tests bit by bit on an H200. This form has
-been timed there, without an expired wait, but its bits have not been compared yet: `tests/gpu/test_chain.py` does that.
+A run launches it where `parallel.chain` asks for it and all ranks agree (`fusing`), the checkpoint always.
 
 Measured (one H200, solo: peers' words in place, own words through the own mailbox; CUDA graphs with programmatic
-dependent launch, slope between graphs of 4 and 16 launches, 96 heads, 256 keys a row, D 8; us, of a build one
-refactoring earlier; "probabilities" and "partials" are the sparse decode's exchanges):
+dependent launch, slope between graphs of 6 and 24 launches, 96 heads, 256 keys a row, D 8; us, hot / cold):
 
-                       B 5 hot          B 1 hot          B 5 cold
-    three launches     8.17 / 8.47      7.50 / 7.45      9.53 / -
-    fused              6.57 / 6.84      5.78 / 5.82      7.43 / -
+                                                        B 5             B 1
+    three launches, the sparse decode as below      7.13 / 7.98     6.74 / 7.09
+    fused, partials                                 6.67 / -         -
+    fused, probabilities                            6.26 / 6.85     5.41 / 5.57
+    with shared copies and interleaved products     5.71 / 6.23     5.20 / 5.41
 
 What it took from the first form (8.25 us at B 5, partials):
 * Polling all of a thread's pieces at once, the abort word beside them, 4 columns a thread in the merge: -0.9.
 * First loads without a condition, the use number last (it goes to a uniform register, where the warp stops), peers'
   addresses as relaxed loads (plain ones were moved behind a branch), leaner waits, and a sparse decode whose compute
   warps don't load the use number: -0.4 together.
-* The gather after the query pushes: -0.2 at B 5, +0.1 at B 1 (probabilities), 0 (partials).
-Without an effect: leaving out the credit exchange (0.02), triggering dependents at the start. Worse: at the end (+0.5),
-polling for values during the attention (+0.14). Clock stamps in a form of 7.39 us, ns after the dependency wait: query
-pushed 570, received 1280, values pushed 4540, merged 5700. Open: the first poll for values comes a little too early
-and costs a latency in vain; with real peers the wire decides when they come.
+* The exchange of probabilities with early loads, shared copies and interleaved products (`sparse`): -0.9.
+Without an effect: leaving out the credit exchange (0.02), triggering dependents at the start or the end. Worse: the
+gather after the query pushes (+0.2), values gathered after the query is there (+0.1 at B 1), polling for values during
+the attention (+0.14), a wait before the first poll for values (0 to +0.2). Clock stamps, ns after the dependency wait,
+B 5 without shared copies: query pushed 530, own query received 1770, values pushed 4140, merged 4850.
 """
 
 from __future__ import annotations
