@@ -88,8 +88,8 @@ ANYWHERE = (
 MEASURED: dict[str, tuple[Wave, ...]] = {
     "sm_90a": (
         *ANYWHERE,
-        tiles_wave(1, (256, 4.25), exchange="probabilities", groups=2, trigger="end"),
-        tiles_wave(1, (256, 4.35), exchange="probabilities", trigger="end"),
+        tiles_wave(1, (256, 4.05), exchange="probabilities", groups=2),
+        tiles_wave(1, (256, 4.3), exchange="probabilities"),
         warpgroup_wave(16, 2, 3, (256, 6.05)),
         warpgroup_wave(16, 2, 1, (256, 6.5)),
         warpgroup_wave(16, 1, 3, (256, 7.3)),
