@@ -41,16 +41,16 @@ Where a row's time goes (probabilities, 5 x 256, SM clocks after the dependency 
     barrier 3980 | P sent 4510 | P of all here 5780 | values 6800 | statistics 6870 | stored 7370
 
 So two dependent loads before the query (use counter, words) and one before the keys cost as much as the arithmetic.
-Since then (the statistics are sent while P is on its way, unpacking before the waits, trigger "end"): 4.1 / 4.35 us at
-B = 1 / 5, cold 4.92 at B = 5; two head tiles that copy their keys once (`groups`): 4.26, cold 4.69. `sparse_layout`
-knows what a batch runs; from six rows or a thousand keys on that is `warpgroup` where the GPU has wgmma.
+Since then (statistics sent while P is on its way, unpacking before the waits, two products at once, two head tiles that
+copy their keys once: `groups` 2): 3.94 / 4.04 us at B = 1 / 5, cold 4.2 / 4.47, with trigger "end"; "merge" is 0.15 us
+slower alone and 1 us faster in a chain of three launches. `sparse_layout` knows what a batch runs: from six rows or
+257 keys on that is `warpgroup` where the GPU has wgmma.
 
 Tried and dropped:
 * `fence.acq_rel.sys` by 512 polling threads: 5.2 -> 6.6 us wherever it stood; hence the query warps (sparse_query).
 * Loading the query of both generations before the counter is known: hides 0.2 us of latency, costs 0.2 us of L2.
 * Reallocating registers from query to compute warps (setmaxnreg): the pool is what the CTA started with (640 x 96), and
   asking for more waits for ever.
-* Launching dependents at the start, before the merge or at the end: equal for a solo kernel; static choice `trigger`.
 * Exchange of partials: double-buffered keys gain nothing at one chunk and 1 us of 18 at eight; bulk exchange +0.4 us.
 * Exchange of probabilities by 16 compute warps that gather too (two CTAs' values a warp): 5.2 us, 27 at 2048 keys, 4080
   instructions a scheduler (partials: 3280), of which three quarters are addresses and other work that every warp
