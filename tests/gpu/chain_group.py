@@ -17,7 +17,7 @@ class ChainGroup(StageGroup):
     """A group that runs a use as fused chains, every rank on a stream of its own; stages are still there to compare."""
 
     def __init__(self, geometry: Geometry, batch: int, poison: bool = True, **choices) -> None:
-        super().__init__(geometry, batch, True, poison, **choices)
+        super().__init__(geometry, batch, True, poison, **({"exchange": "probabilities"} | choices))
         self.chain_kernel = compile_chain(chain_config(geometry, batch, **choices))
         self.streams = [torch.cuda.Stream() for _ in self.mailboxes]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -20,6 +22,7 @@ from dcp_decode.waits import read_record  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 COUNTS = [256, 0, 1, 257, 64, 2048]
+stages = partial(StageGroup, exchange="probabilities")  # of the same family as a chain by default
 
 
 def ragged_inputs(geometry: Geometry, batch: int, seed: int, empty_row: bool = True) -> GroupInputs:
@@ -103,10 +106,10 @@ def test_ranks_side_by_side_give_the_bits_of_the_stages(heads: int, dcp: int, ba
 
 def test_a_hundred_uses_fused_and_staged_of_other_batch_sizes_in_any_order() -> None:
     geometry = Geometry(heads=64, dcp=4, padded_heads=64, capacity=5)
-    groups = [ChainGroup(geometry, 1, poison=False), *(StageGroup(geometry, batch, poison=False) for batch in (2, 5))]
+    groups = [ChainGroup(geometry, 1, poison=False), *(stages(geometry, batch, poison=False) for batch in (2, 5))]
     for other in groups[1:]:
         other.mailboxes = groups[0].mailboxes
-    reference = {group.batch: StageGroup(geometry, group.batch, poison=False) for group in groups}
+    reference = {group.batch: stages(geometry, group.batch, poison=False) for group in groups}
     inputs = {group.batch: ragged_inputs(geometry, group.batch, seed=group.batch) for group in groups}
     expected = {batch: reference[batch].step(inputs[batch]) for batch in reference}
     for use in range(100):
@@ -120,7 +123,7 @@ def test_graph_replays_and_eager_calls_in_any_order_give_the_eager_bits() -> Non
     geometry = Geometry(heads=64, dcp=4, padded_heads=64, capacity=1)
     inputs = ragged_inputs(geometry, 1, seed=4)
     group = ChainGroup(geometry, 1, poison=False)
-    expected = StageGroup(geometry, 1).step(inputs)
+    expected = stages(geometry, 1).step(inputs)
     graphs = []
     assert_same_bits(group.step_fused(inputs), expected)
     uses = 1
@@ -151,11 +154,11 @@ def test_nans_poison_exactly_what_they_poison_in_the_stages() -> None:
     inputs = ragged_inputs(geometry, 1, seed=5)
     inputs.query[2, 0, 3, 17] = float("nan")
     inputs.query[1, 0, 0, 0] = -float("nan")
-    staged = StageGroup(geometry, 1).step(inputs)
+    staged = stages(geometry, 1).step(inputs)
     assert 0 < int(torch.isnan(staged).sum()) < staged.numel()
     assert_same_bits(ChainGroup(geometry, 1).step_fused(inputs), staged)
     inputs.cache[3, inputs.rows[3, 0, 0], 100] = 0xFF
-    staged = StageGroup(geometry, 1).step(inputs)
+    staged = stages(geometry, 1).step(inputs)
     assert bool(torch.isnan(staged).all())
     assert_same_bits(ChainGroup(geometry, 1).step_fused(inputs), staged)
 
@@ -164,7 +167,7 @@ def test_a_missing_rank_is_named_and_nothing_is_merged() -> None:
     geometry = Geometry(capacity=5)
     group = ChainGroup(geometry, 5, poison=False)
     inputs = ragged_inputs(geometry, 5, seed=6)
-    pushed = PushedWords(StageGroup(geometry, 5, poison=False), inputs)
+    pushed = PushedWords(stages(geometry, 5, poison=False), inputs)
     pushed.put(group.mailboxes[0], [1, 2, 4, 5, 6, 7])
     group.merged.view(torch.int16).fill_(-1)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -186,7 +189,7 @@ def test_a_missing_word_is_named(section: str, stage: Stage) -> None:
     geometry = Geometry(capacity=5)
     group = ChainGroup(geometry, 5, poison=False)
     inputs = make_group_inputs(geometry, [[16] * 5 for _ in range(8)], seed=7)
-    pushed = PushedWords(StageGroup(geometry, 5, poison=False), inputs)
+    pushed = PushedWords(stages(geometry, 5, poison=False), inputs)
     pushed.put(group.mailboxes[2], [0, 1, 3, 4, 5, 6, 7])
     words = getattr(group.layout, section).words(group.mailboxes[2].memory.local)
     words[0, 6] = -1  # all of source 6 in generation 0: its LSE words, or its one credit word
