@@ -101,6 +101,7 @@ def test_points_peers_floors_sweep_and_step_are_all_there() -> None:
     for point in keys["points"]:
         compared = point["batch"] != 3
         assert list(point["stages"]) == ["query_push", "sparse_decode", "merge", "chain", "fused_chain"]
+        assert point["variant_alone"] == f"{point['variant']}_end"
         assert {len(stage["rounds_us"]) for stage in point["stages"].values()} == {5 if compared else 0}
         assert set(point["floors"]) == {"launch", "bytes", "dependent_loads", "wire"}
         assert [peer["name"] for peer in point["peers"]] == (["torch", "triton_split_kv"] if compared else [])

@@ -28,7 +28,7 @@ from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_poi
 from dcp_decode.checkpoint.progress import ShowPoint
 from dcp_decode.checkpoint.ranks import SOLO_RANK, USED_GENERATIONS, BenchRanks, region_bytes_in_use
 from dcp_decode.checkpoint.timing import Series, Stopwatch, Subject
-from dcp_decode.checkpoint.variants import best_layout, default_config, swept_variants, variant_name
+from dcp_decode.checkpoint.variants import best_layout, default_config, swept_variants, timed_alone, variant_name
 from dcp_decode.checkpoint.wire import SOURCE, wire_of
 from dcp_decode.config import RunConfig
 from dcp_decode.environment import describe_device
@@ -179,6 +179,7 @@ class _PointRun:
             "l2": self.point.l2,
             "mode": checkpoint.mode,
             "variant": variant_name(self.config),
+            "variant_alone": variant_name(timed_alone(self.config)),
             "stages": {subject.name: self._statistics(series[subject.name]) for subject in stages},
             "peers": peers,
             "floors": {subject.name: self._statistics(series[subject.name]) for subject in floor_subjects}

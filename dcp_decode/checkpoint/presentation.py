@@ -106,6 +106,9 @@ def notes(document: Mapping[str, Any]) -> list[str]:
                 f"NCCL between the stages' kernels {group.nccl:.2f} us, {group.nccl / group.chain:.1f} x"
             )
     own = document["points"][0]
+    alone = own.get("variant_alone", own["variant"])
+    if alone != own["variant"]:
+        lines.append(f"the sparse decode alone is {alone}, in the chain {own['variant']}")
     for step in document["step"]:
         if step["within"] and any(step[extent] != own[extent] for extent in ("batch", "heads", "keys")):
             continue

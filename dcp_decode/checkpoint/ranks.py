@@ -13,13 +13,14 @@ numbers are not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from dcp_decode import numerics
 from dcp_decode.checkpoint.inputs import L2Eviction, Problem
 from dcp_decode.checkpoint.timing import Subject
+from dcp_decode.checkpoint.variants import timed_alone
 from dcp_decode.errors import WaitFailed
 from dcp_decode.fabric.memory import SymmetricMemory
 from dcp_decode.geometry import Geometry
@@ -136,13 +137,9 @@ class BenchRanks:
         return {name: self._on_all_ranks(launch) for name, launch in stages.items()}
 
     def subjects(self, config: DecodeConfig) -> list[Subject]:
-        """Every stage alone, and the chain of three.
-
-        Alone, the sparse decode lets the next one start at its end: each fills the GPU, and one that started before
-        would only wait. In a chain the next kernel is small, and the layout says when it starts.
-        """
+        """Every stage alone (the sparse decode as `timed_alone`), and the chain of three."""
         stages = self.stages(config)
-        sparse = self.stages(replace(config, trigger="end"))["sparse_decode"]
+        sparse = self.stages(timed_alone(config))["sparse_decode"]
 
         def chain(layer: int) -> None:
             for launch in stages.values():

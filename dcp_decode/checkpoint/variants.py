@@ -22,6 +22,15 @@ def swept_variants(default: DecodeConfig, architecture: str, keys: int) -> list[
     return list(dict.fromkeys([default, *others, replace(default, pdl=False)]))
 
 
+def timed_alone(config: DecodeConfig) -> DecodeConfig:
+    """The variant that is timed for the sparse decode alone: it lets the next one start at its end.
+
+    Each fills the GPU, and one that started before would only wait. In a chain the next kernel is small, and the layout
+    says when it starts.
+    """
+    return replace(config, trigger="end")
+
+
 def variant_name(config: DecodeConfig) -> str:
     """Of a variant, for tables: unique among those of one geometry and batch."""
     return config.name if config.pdl else f"{config.name}_nopdl"
