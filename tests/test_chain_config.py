@@ -14,7 +14,7 @@ from dcp_decode.kernels.chain_config import (
     chain_config,
     chain_for,
 )
-from dcp_decode.kernels.sparse_layout import WAVE_CLUSTERS
+from dcp_decode.kernels.sparse_layout import WAVE_OF_CLUSTERS, waves
 from dcp_decode.kernels.sparse_shared import SPLIT
 
 GEOMETRIES = [
@@ -80,4 +80,6 @@ def test_the_local_route_and_unfit_devices_are_refused() -> None:
 
 def test_the_largest_batch_of_the_checkpoint_fills_one_wave() -> None:
     chain = chain_config(Geometry(), 5, tiles=1)
-    assert chain.batch * chain.ctas_a_row == SPLIT * WAVE_CLUSTERS
+    size = SPLIT * chain.sparse.groups
+    assert chain.batch * chain.ctas_a_row == size * WAVE_OF_CLUSTERS[size]
+    assert waves(WAVE_OF_CLUSTERS[size] + 1, size) == 2

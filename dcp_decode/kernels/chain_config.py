@@ -10,11 +10,11 @@ from dcp_decode.errors import DcpDecodeError
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.configs import QUERY_ROW_PIECES, KernelConfig, stage_kernels
 from dcp_decode.kernels.sparse_config import MAX_GROUPS, SparseConfig
-from dcp_decode.kernels.sparse_layout import WAVE_CLUSTERS, decode_config, sparse_config
+from dcp_decode.kernels.sparse_layout import decode_config, sparse_config, waves
 from dcp_decode.kernels.sparse_shared import SPLIT
 
 MAX_SOURCES = 8  # whose words a query thread has room for
-WAVE_MULTIPROCESSORS = 132  # on which WAVE_CLUSTERS are known to run at once
+WAVE_MULTIPROCESSORS = 132  # on which the waves of `sparse_layout` were measured; how many fit is the GPU's own matter
 
 
 class ChainRefusalReason(enum.Enum):
@@ -25,7 +25,7 @@ class ChainRefusalReason(enum.Enum):
     TILES = "the CTAs of its sparse decode must have one head tile"
     FAMILY = "the stages would give other bits"
     SOURCES = f"at most {MAX_SOURCES} ranks can be merged beside the attention"
-    WAVE = f"all CTAs must be resident at once, {SPLIT * WAVE_CLUSTERS} are at most"
+    WAVE = "all clusters must be resident at once"
     MULTIPROCESSORS = f"all CTAs must be resident at once, which takes {WAVE_MULTIPROCESSORS} multiprocessors"
     SHARED_DEVICE = "ranks that share a device must launch stage by stage"
 
@@ -120,9 +120,10 @@ def can_implement(config: ChainConfig) -> ChainRefusal | None:
         return ChainRefusal(ChainRefusalReason.TILES, f"tiles {config.sparse.tiles}")
     if config.geometry.dcp > MAX_SOURCES:
         return ChainRefusal(ChainRefusalReason.SOURCES, f"ranks {config.geometry.dcp}")
-    ctas = config.batch * config.ctas_a_row
-    if ctas > SPLIT * WAVE_CLUSTERS:
-        return ChainRefusal(ChainRefusalReason.WAVE, f"batch {config.batch}: {ctas} CTAs")
+    size = SPLIT * config.sparse.groups
+    clusters = config.batch * config.ctas_a_row // size
+    if waves(clusters, size) > 1:
+        return ChainRefusal(ChainRefusalReason.WAVE, f"batch {config.batch}: {clusters} clusters of {size} CTAs")
     return None
 
 
