@@ -48,7 +48,10 @@ slower alone and 1 us faster in a chain of three launches. `sparse_layout` knows
 
 Tried and dropped:
 * `fence.acq_rel.sys` by 512 polling threads: 5.2 -> 6.6 us wherever it stood; hence the query warps (sparse_query).
-* Loading the query of both generations before the counter is known: hides 0.2 us of latency, costs 0.2 us of L2.
+* Loading the query of both generations before the counter is known: no gain, with and without shared copies.
+* Values gathered later, when the query or the keys are here: 0 to +0.15 us; other shares of the copies: +0.05.
+* Prefetching the first loads before the dependency wait: +0.35 us. Triggering dependents from the query warps, as they
+  end: as fast as "end" alone, but 1 us slower than "merge" in a chain of three.
 * Reallocating registers from query to compute warps (setmaxnreg): the pool is what the CTA started with (640 x 96), and
   asking for more waits for ever.
 * Exchange of partials: double-buffered keys gain nothing at one chunk and 1 us of 18 at eight; bulk exchange +0.4 us.
