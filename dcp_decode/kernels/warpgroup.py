@@ -14,7 +14,7 @@ Measured on an H200 (1980 MHz) as a launch of a graph, us with keys in L2 (evict
 `sparse`, at 96 heads; (n, S, chunk, head groups of a cluster):
 
     rows x keys                        us                    rows x keys                       us
-      5 x 256    (8, 2, 128, 2)    5.1 (5.4)    4.3 (4.9)    40 x 256    (32, 1, 256, 1)   10.7 (11.4)   30.3
+      5 x 256    (8, 2, 128, 2)    5.1 (5.4)    4.0 (4.5)    40 x 256    (32, 1, 256, 1)   10.7 (11.4)   30.3
       8 x 256   (16, 2, 128, 3)    6.1 (6.5)    7.6           5 x 1024   (16, 4, 256, 2)    8.1          10.4
      16 x 256   (16, 1, 256, 3)    7.3 (7.9)   15.0           5 x 2048   (32, 8, 256, 1)   12.9          17.8
 

@@ -24,7 +24,7 @@ from dcp_decode.kernels.warpgroup_shared import QUERY_BLOCKS
 from dcp_decode.mailbox import Stage
 
 BLOCK_PIECES = ROW_PIECES // QUERY_BLOCKS  # pieces of E4M3 that fill a swizzled row
-QUERY_ASKED = 5  # named barrier: the loads of the query words are under way
+QUERY_ASKED = 4  # named barrier: the loads of the query words are under way
 
 
 class WarpgroupQuery(SparseQuery):
