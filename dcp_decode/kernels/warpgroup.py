@@ -19,8 +19,9 @@ Measured on an H200 (1980 MHz) as a launch of a graph, us with keys in L2 (evict
      16 x 256   (16, 1, 256, 3)    7.3 (7.9)   15.0           5 x 2048   (32, 8, 256, 1)   12.9          17.8
 
 The gather bounds it (`warpgroup_gather`): at 40 x 256, cycles after the dependency wait, on average: query staged 6500,
-keys there 9000, scores 11900, P 13600, values 17000, rows staged 18100, end 19400. N of 8 or 16 costs the tensor cores
-as much as 32. 48 heads a CTA spill at the 96 registers of 640 threads, and ptxas then waits for every wgmma.
+keys there 9000, scores 11900, P 13600, values 17000, rows staged 18100, end 19400. Few heads save little: scores and
+values of 256 keys took 2100 + 2600 cycles for n = 8, 2400 + 2800 for 16, 2850 + 3350 for 32. 48 heads spill at the 96
+registers of 640 threads, and ptxas then waits for every wgmma.
 
 Rooms: `warpgroup_config`, `warpgroup_shared` (shared memory), `warpgroup_query`, `warpgroup_gather`,
 `warpgroup_scores`, `warpgroup_values`, `warpgroup_outputs`, `wgmma` (instructions). Protocol, roles and arguments are
