@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -41,26 +42,29 @@ def run_cases(workers: int, seconds: int) -> list[dict]:
 
 
 def sanitize(seconds: int) -> dict[str, str]:
-    """Tool -> "clean", the last lines of its complaint, or why it did not run."""
+    """Tool -> "clean", the last lines of its complaint, or why it did not run. The tools run side by side."""
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if tool is None:
         return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
-    verdicts = {}
-    for name in SANITIZERS:
-        # Bindings that look for functions which the driver lacks are no fault of a kernel.
-        command = [tool, "--tool", name, "--report-api-errors", "no", "--error-exitcode", "9"]
-        command += [sys.executable, str(FOLDER / "sanitize_case.py")]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        except subprocess.TimeoutExpired:
-            verdicts[name] = f"not run: no end within {seconds} s"
-            continue
-        clean = done.returncode == 0 and "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
-        if name == "racecheck":
-            clean = done.returncode == 0 and "RACECHECK SUMMARY: 0 hazards" in done.stdout + done.stderr
-        verdicts[name] = "clean" if clean else (done.stdout + done.stderr)[-1500:]
-        print(name, verdicts[name][-300:], flush=True)
-    return verdicts
+    with ThreadPoolExecutor(len(SANITIZERS)) as pool:
+        verdicts = pool.map(lambda name: run_sanitizer(tool, name, seconds), SANITIZERS)
+        return dict(zip(SANITIZERS, verdicts, strict=True))
+
+
+def run_sanitizer(tool: str, name: str, seconds: int) -> str:
+    """The verdict of one of SANITIZERS."""
+    # Bindings that look for functions which the driver lacks are no fault of a kernel.
+    command = [tool, "--tool", name, "--report-api-errors", "no", "--error-exitcode", "9"]
+    command += [sys.executable, str(FOLDER / "sanitize_case.py")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return f"not run: no end within {seconds} s"
+    said = done.stdout + done.stderr
+    summary = "RACECHECK SUMMARY: 0 hazards" if name == "racecheck" else "ERROR SUMMARY: 0 errors"
+    verdict = "clean" if done.returncode == 0 and summary in said else said[-1500:]
+    print(name, verdict[-300:], flush=True)
+    return verdict
 
 
 def main() -> int:
