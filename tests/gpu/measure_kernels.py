@@ -63,7 +63,7 @@ def run_sanitizer(tool: str, name: str, seconds: int) -> str:
     said = done.stdout + done.stderr
     summary = "RACECHECK SUMMARY: 0 hazards" if name == "racecheck" else "ERROR SUMMARY: 0 errors"
     verdict = "clean" if done.returncode == 0 and summary in said else said[-1500:]
-    print(name, verdict[-300:], flush=True)
+    print(f"{name} {verdict[-300:]}", flush=True)
     return verdict
 
 
