@@ -23,6 +23,11 @@ keys there 9000, scores 11900, P 13600, values 17000, rows staged 18100, end 194
 values of 256 keys took 2100 + 2600 cycles for n = 8, 2400 + 2800 for 16, 2850 + 3350 for 32. 48 heads spill at the 96
 registers of 640 threads, and ptxas then waits for every wgmma.
 
+compute-sanitizer (H200, d11bfe6): memcheck is clean. synccheck takes the barrier between maxima and P, which warps
+without scores join at another place, for divergence. racecheck reports the multicast copies of a later chunk against
+reads before them, which a peer's mbarrier orders (`await_free_keys`), and warns of the zeros that a warp writes to rows
+that its own lanes have read.
+
 Rooms: `warpgroup_config`, `warpgroup_shared` (shared memory), `warpgroup_query`, `warpgroup_gather`,
 `warpgroup_scores`, `warpgroup_values`, `warpgroup_outputs`, `wgmma` (instructions). Protocol, roles and arguments are
 those of `sparse`.
