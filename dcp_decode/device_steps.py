@@ -12,8 +12,8 @@ layers of all local ranks.
   whole slice. They run eagerly and meet at a control-plane barrier after every stage that pushes. So does the first
   step of a shape everywhere: it loads modules, which may take longer than a mailbox deadline.
 * **Host work** of a replayed step, from the plan to the launched graph (median, H200, 8 local ranks): 33 to 37 us with
-  one layer, 158 us with 24, whose graph has 24 times the nodes to launch. 76.6 us with one layer before `StepBuffers`
-  wrote its integers in one call and the stream was left alone.
+  one layer, 148 to 158 us with 24, whose graph has 24 times the nodes to launch. 76.6 us with one layer before
+  `StepBuffers` wrote its integers in one call and the stream was left alone.
 * `expired` is looked at after every step, replays included: `MailboxTimeout` then names who waited for whom. While the
   host waits for a step it looks for peers that have died, and names them before a deadline passes.
 """
