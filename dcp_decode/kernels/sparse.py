@@ -13,9 +13,9 @@ What the CTAs then send each other is a choice, with a family of bits each:
     merged rows: BF16, LSE --> owners' value mailboxes | latent, lse
 
 Rooms: `sparse_config` (choices), `sparse_shared` (shared memory), `sparse_chunk` (scores, softmax), `sparse_partials`,
-`sparse_gather` and `sparse_probabilities` (the exchanges), `sparse_outputs`; for every sparse decode `sparse_layout`
-(which one a batch runs), `sparse_refusal`, `sparse_launch`, `sparse_query` (arrival, re-arm, fence) and `sparse_rows`
-(what is read of a row, where its outputs go).
+`sparse_gather`, `sparse_values` and `sparse_probabilities` (the exchanges), `sparse_outputs`; for every sparse decode
+`sparse_layout` (which one a batch runs), `sparse_refusal`, `sparse_launch`, `sparse_query` (arrival, re-arm, fence) and
+`sparse_rows` (what is read of a row, where its outputs go).
 
 Nothing is read from global memory before `griddepcontrol.wait`; the generation is the use counter modulo the
 generations, read by the query warps only; one thread advances the query stage's counter.
