@@ -6,9 +6,9 @@ import enum
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcp_decode.errors import DcpDecodeError
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.configs import QUERY_ROW_PIECES, KernelConfig, stage_kernels
+from dcp_decode.kernels.refusal import Refusal, Refused
 from dcp_decode.kernels.sparse_config import MAX_GROUPS, SparseConfig
 from dcp_decode.kernels.sparse_layout import decode_config, sparse_config, waves
 from dcp_decode.kernels.sparse_shared import SPLIT
@@ -30,23 +30,14 @@ class ChainRefusalReason(enum.Enum):
     SHARED_DEVICE = "ranks that share a device must launch stage by stage"
 
 
-@dataclass(frozen=True)
-class ChainRefusal:
-    """A typed refusal: the reason and the values that caused it."""
+class ChainRefusal(Refusal):
+    """Of a fused chain; `reason` is a ChainRefusalReason."""
 
-    reason: ChainRefusalReason
-    detail: str
-
-    def __str__(self) -> str:
-        return f"fused chain: {self.reason.value} ({self.detail})"
+    kernel = "fused chain"
 
 
-class ChainRefused(DcpDecodeError):
-    """`compile_chain` was asked for a configuration that the kernel refuses; `refusal` says why."""
-
-    def __init__(self, refusal: ChainRefusal) -> None:
-        super().__init__(str(refusal))
-        self.refusal = refusal
+class ChainRefused(Refused):
+    """`compile_chain` was asked for a configuration that the kernel refuses."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ from dcp_decode.kernels.sparse_layout import DecodeConfig, refuse_architecture, 
 from dcp_decode.kernels.sparse_partials import SparsePartials
 from dcp_decode.kernels.sparse_probabilities import SparseProbabilities
 from dcp_decode.kernels.sparse_query import SparseQuery
-from dcp_decode.kernels.sparse_refusal import SparseRefusal, SparseRefused
+from dcp_decode.kernels.sparse_refusal import SparseRefused
 from dcp_decode.kernels.sparse_shared import SPLIT
 from dcp_decode.kernels.warpgroup import SparseWarpgroups
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
@@ -100,26 +100,6 @@ class SparseDcpDecode(SparseLaunch, SparseQuery, SparsePartials, SparseProbabili
     """The kernel specialised for one `SparseConfig`."""
 
     config: SparseConfig
-
-    def __init__(self, config: SparseConfig) -> None:
-        refusal = self.can_implement(config)
-        if refusal is not None:
-            raise SparseRefused(refusal)
-        self.config = config
-
-    @staticmethod
-    def can_implement(config: SparseConfig) -> SparseRefusal | None:
-        """None, or the typed reason why this configuration is refused."""
-        return config.refusal()
-
-    @cute.kernel
-    def kernel(self, arguments: SparseArguments) -> None:
-        worker = self.begin()
-        if worker.warp >= self.config.first_query_warp:
-            self.serve_query(arguments, self.counted_from(worker, self.config.first_query_warp))
-        else:
-            self.compute(arguments, worker)
-        self.end()
 
     @cute.jit
     def begin(self) -> Worker:
@@ -228,8 +208,8 @@ def compile_sparse(config: DecodeConfig) -> disk_cache.JitKernel:
 
     The architecture compiled for is that of the CuTe DSL (`CUTE_DSL_ARCH`, else the device's).
     """
-    refusal = config.refusal() or refuse_architecture(config, disk_cache.architecture())
+    kernel = SparseWarpgroups(config) if isinstance(config, WarpgroupConfig) else SparseDcpDecode(config)
+    refusal = refuse_architecture(config, disk_cache.architecture())
     if refusal is not None:
         raise SparseRefused(refusal)
-    kernel = SparseWarpgroups(config) if isinstance(config, WarpgroupConfig) else SparseDcpDecode(config)
     return disk_cache.compile_kernel(kernel, example_arguments())

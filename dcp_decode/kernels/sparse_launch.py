@@ -1,20 +1,38 @@
-"""How every sparse decode is launched: its arguments, and the grid, cluster and shared memory of its configuration."""
+"""What every sparse decode shares: how it is launched, and which of its warps do what."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cuda.bindings.driver as cuda
 from cutlass import Float32, Int32, Int64, cute
 
-from dcp_decode.kernels.sparse_arguments import SparseArguments
+from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
+from dcp_decode.kernels.sparse_refusal import SparseRefusal, SparseRefused
 
 
 class SparseLaunch:
-    """Base of the sparse decodes; a kernel of its own derives from it."""
+    """Base of the sparse decodes."""
 
-    config: Any  # of any sparse decode (`sparse_layout.DecodeConfig`)
-    kernel: Any  # (SparseArguments) -> launchable, a `cute.kernel`
+    def __init__(self, config: Any) -> None:
+        """config: of any sparse decode (`sparse_layout.DecodeConfig`). Raises SparseRefused."""
+        refusal = self.can_implement(config)
+        if refusal is not None:
+            raise SparseRefused(refusal)
+        self.config = config
+
+    @staticmethod
+    def can_implement(config: Any) -> SparseRefusal | None:
+        """None, or the typed reason why this configuration is refused."""
+        return config.refusal()
+
+    # Its kind's parts: from the set-up to the dependency wait; the query warps; all other warps; what all do last.
+    begin: Callable[[], Worker]
+    serve_query: Callable[[SparseArguments, Worker], None]
+    compute: Callable[[SparseArguments, Worker], None]
+    end: Callable[[], None]
+    counted_from: Callable[[Worker, int], Worker]
 
     @cute.jit
     def __call__(
@@ -36,6 +54,15 @@ class SparseLaunch:
         self.kernel(
             SparseArguments(region, table, rank, kv, rows, valid, latent, lse, scale_log2, out_scale, deadline)
         ).launch(**self.launch_shape, stream=stream)
+
+    @cute.kernel
+    def kernel(self, arguments: SparseArguments) -> None:
+        worker = self.begin()
+        if worker.warp >= self.config.first_query_warp:
+            self.serve_query(arguments, self.counted_from(worker, self.config.first_query_warp))
+        else:
+            self.compute(arguments, worker)
+        self.end()
 
     @property
     def launch_shape(self) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import Protocol
 
-from dcp_decode.errors import DcpDecodeError
 from dcp_decode.geometry import MAX_TOPK, Geometry
+from dcp_decode.kernels.refusal import Refusal, Refused
 from dcp_decode.kernels.sparse_shared import MAX_SHARED_BYTES
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")  # that kernels are compiled for
@@ -32,23 +31,14 @@ class RefusalReason(enum.Enum):
     ARCHITECTURE = "the GPU architecture lacks instructions that this kernel needs"
 
 
-@dataclass(frozen=True)
-class SparseRefusal:
-    """A typed refusal: the reason and the values that caused it."""
+class SparseRefusal(Refusal):
+    """Of a sparse decode; `reason` is a RefusalReason."""
 
-    reason: RefusalReason
-    detail: str
-
-    def __str__(self) -> str:
-        return f"sparse decode: {self.reason.value} ({self.detail})"
+    kernel = "sparse decode"
 
 
-class SparseRefused(DcpDecodeError):
-    """`compile_sparse` was asked for a configuration that the kernel refuses; `refusal` says why."""
-
-    def __init__(self, refusal: SparseRefusal) -> None:
-        super().__init__(str(refusal))
-        self.refusal = refusal
+class SparseRefused(Refused):
+    """`compile_sparse` was asked for a configuration that the kernel refuses."""
 
 
 class _Choices(Protocol):

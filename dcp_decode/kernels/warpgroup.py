@@ -55,18 +55,7 @@ EMPTY_MAXIMUM = -0x7F800001  # -inf as an ordered integer
 class SparseWarpgroups(SparseLaunch, WarpgroupQuery, WarpgroupGather, WarpgroupValues, WarpgroupOutputs):
     """The kernel specialised for one `WarpgroupConfig`."""
 
-    def __init__(self, config: WarpgroupConfig) -> None:
-        self.config = config
-
-    @cute.kernel
-    def kernel(self, arguments: SparseArguments) -> None:
-        worker = self.begin()
-        if worker.warp >= self.config.first_query_warp:
-            self.serve_query(arguments, self.counted_from(worker, self.config.first_query_warp))
-        else:
-            self.compute(arguments, worker)
-        if cutlass.const_expr(self.config.trigger == "end"):
-            cute.arch.griddepcontrol_launch_dependents()
+    config: WarpgroupConfig
 
     @cute.jit
     def begin(self) -> Worker:
@@ -98,6 +87,12 @@ class SparseWarpgroups(SparseLaunch, WarpgroupQuery, WarpgroupGather, WarpgroupV
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         return worker
+
+    @cute.jit
+    def end(self) -> None:
+        """What all threads do last."""
+        if cutlass.const_expr(self.config.trigger == "end"):
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def compute(self, arguments: SparseArguments, worker: Worker) -> None:
