@@ -15,6 +15,7 @@ import kernel_resources
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels import disk_cache
 from dcp_decode.kernels.sparse import compile_sparse
+from dcp_decode.kernels.sparse_config import SparseConfig
 from dcp_decode.kernels.sparse_refusal import RefusalReason, SparseRefused
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
 
@@ -66,3 +67,17 @@ def test_warpgroups_are_refused_where_wgmma_is_missing(architecture, monkeypatch
     with pytest.raises(SparseRefused, match=f"{architecture}, must be sm_90a") as refused:
         compile_sparse(WarpgroupConfig(Geometry(), 5, head_rows=16))
     assert refused.value.refusal.reason is RefusalReason.ARCHITECTURE
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (SparseConfig(Geometry(capacity=5), 5, tiles=0), RefusalReason.TILES),
+        (WarpgroupConfig(Geometry(capacity=5), 5, head_rows=12), RefusalReason.HEAD_ROWS),
+    ],
+)
+def test_refused_choices_are_not_compiled(config, reason, monkeypatch):
+    monkeypatch.setattr(disk_cache, "architecture", lambda: "sm_90a")
+    with pytest.raises(SparseRefused, match=reason.value) as refused:
+        compile_sparse(config)
+    assert refused.value.refusal.reason is reason
