@@ -5,7 +5,7 @@
 The heads of a row are contiguous on both sides, so the work is B * H * 36 pieces of 16 bytes (32 of input). A thread
 converts one piece and stores it to `peers_a_thread` ranks.
 
-Measured (H200, solo, graph with programmatic dependent launch, B 5, 96 heads, D 8): 1.45 to 1.60 us, of which the fence
+Measured (H200, solo, graph with programmatic dependent launch, B 5, 96 heads, D 8): 1.45 to 1.70 us, of which the fence
 of contract section 5 takes 0.6 (0.89 without it). It is needed: protocol variant `no_fence_in_stage_1` is unsafe.
 Tried: 128 threads x 2 peers 1.89, 64 x 8 1.83, 32 x 4 1.77 (more warps, more fences); the fence right after the
 dependency wait 1.68; a system-scope load of the abort word before the fence cost 0.5.
