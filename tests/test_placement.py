@@ -47,6 +47,17 @@ def test_auto_takes_what_fits_the_gpus(gpus, nvshmem, fabric, shared):
     assert chosen.reason
 
 
+@pytest.mark.parametrize(("ranks", "gpus"), [(8, "ab"), (4, "abc")])
+def test_all_ranks_of_a_group_know_that_some_share_a_gpu(monkeypatch, ranks, gpus):
+    """Else those with a GPU to themselves replay graphs, and the others wait for them at a barrier."""
+    group = StubControl(offers([gpus[rank % len(gpus)] for rank in range(ranks)]))
+    placed = []
+    for rank in range(ranks):
+        monkeypatch.setattr(StubControl, "rank", rank)
+        placed.append(placement.place("auto", "cuda", group))
+    assert {(one.fabric, one.shared) for one in placed} == {("nvshmem", True)}
+
+
 def test_sharing_a_gpu_needs_nvshmem():
     with pytest.raises(UnsupportedEnvironment, match="ranks share a GPU"):
         placement.place("auto", "cuda", StubControl(offers(["a", "a"], nvshmem=False)))

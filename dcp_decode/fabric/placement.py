@@ -19,7 +19,10 @@ LEAST_CAPABILITY = (9, 0)  # the sparse kernel needs clusters and bulk copies
 
 @dataclass(frozen=True)
 class Placement:
-    """fabric: resolved name. device: this rank's. shared: ranks of other processes are on this GPU too."""
+    """fabric: resolved name. device: this rank's. shared: somewhere in the group, processes share a GPU.
+
+    shared is one answer for all ranks, since they must all go in lockstep where only some have a GPU to themselves.
+    """
 
     fabric: str
     device: torch.device
@@ -89,11 +92,9 @@ def _on_cpu(fabric: str, control: ControlPlane, reason: str) -> Placement:
 
 
 def _on_gpu(fabric: str, offers: Sequence[_Offer], rank: int) -> Placement:
-    gpus = [(offer.host, offer.gpu) for offer in offers]
-    shared = gpus.count(gpus[rank]) > 1
+    one_each = len({(offer.host, offer.gpu) for offer in offers}) == len(offers)
     reason = f"parallel.fabric is {fabric}"
     if fabric == "auto":
-        one_each = len(set(gpus)) == len(gpus)
         if len(offers) == 1:
             fabric, reason = "loopback", "one process runs all ranks"
         elif all(offer.nvshmem for offer in offers):
@@ -102,7 +103,7 @@ def _on_gpu(fabric: str, offers: Sequence[_Offer], rank: int) -> Placement:
             fabric, reason = "symm_mem", "a GPU a rank, and no nvshmem4py"
         else:
             raise UnsupportedEnvironment("ranks share a GPU, which needs fabric nvshmem: nvshmem4py is not installed")
-    return Placement(fabric, torch.device("cuda", offers[rank].index), shared, reason)
+    return Placement(fabric, torch.device("cuda", offers[rank].index), not one_each, reason)
 
 
 def _offer(control: ControlPlane, compiles: bool) -> _Offer:
