@@ -43,8 +43,10 @@ class Clock:
         series = {}
         for number, subject in enumerate(subjects):
             subject.prepare()
-            for layer in range(subject.layers or self.layers):
+            layers = subject.layers or self.layers
+            for layer in range(layers):
                 subject.launch(layer)
+            subject.finish(layers)
             layer_us = 1.0 + number + np.arange(samples) / 1000
             series[subject.name] = Series(layer_us, layer_us * self.layers)
         return series
@@ -79,9 +81,10 @@ def small_config(**overrides: object) -> RunConfig:
     return load_config(None, settings | overrides)
 
 
-def run(config: RunConfig, quick: bool = False) -> tuple[measure.Measurements, list[str]]:
+def run(config: RunConfig, quick: bool = False, slowdown: float = 0.0) -> tuple[measure.Measurements, list[str]]:
     lines: list[str] = []
-    measured = measure.Checkpoint(config, quick).run(lambda done, total, line: lines.append(f"{done}/{total} {line}"))
+    checkpoint = measure.Checkpoint(config, quick, slowdown)
+    measured = checkpoint.run(lambda done, total, line: lines.append(f"{done}/{total} {line}"))
     json.dumps(measured.keys, allow_nan=False)
     return measured, lines
 
@@ -122,6 +125,17 @@ def test_points_peers_floors_sweep_and_step_are_all_there() -> None:
 def test_the_fused_chain_is_timed_only_when_asked_for() -> None:
     point = run(small_config(**{"checkpoint.fused_chain": False}), quick=True)[0].keys["points"][0]
     assert list(point["stages"]) == ["query_push", "sparse_decode", "merge", "chain"]
+
+
+def test_a_slowdown_makes_every_stage_spin_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    spun: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", spun.append)
+    keys = run(small_config(**{"parallel.route": "local"}), quick=True, slowdown=0.2)[0].keys
+    stages = keys["points"][0]["stages"]
+    assert len(stages) == 5
+    # A point's share: five stages, each once at the end of a graph, and the two spins of every layer that calibrate.
+    assert len(spun) == len(keys["points"]) * (len(stages) + 2 * LAYERS)
+    assert keys["failures"] == []
 
 
 def test_quick_measures_the_own_point_alone() -> None:

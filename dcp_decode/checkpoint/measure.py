@@ -7,7 +7,7 @@ On one H200 (`results/checkpoint-h200-20261130.json`): 38 points in 122 s, kerne
 loopback, quick, 12 s. Six readings of the own point over two machine starts: sparse decode hot 5.16 to 5.27 us, cold
 5.81 to 5.90. With a mailbox for each of 24 layers, 37 MB, the merge took 1.89 us instead of 1.50: so a graph's
 mailboxes may fill a third of L2. Run with stand-ins only so far: route local, the fused chain, the sweep over
-exchanges, a failing point, `slowdown`.
+exchanges, a failing point.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dcp_decode.checkpoint.peers import ALL_PEERS, QUICK_PEERS, Peer, PeerSkippe
 from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_points
 from dcp_decode.checkpoint.progress import ShowPoint
 from dcp_decode.checkpoint.ranks import SOLO_RANK, USED_GENERATIONS, BenchRanks, region_bytes_in_use
+from dcp_decode.checkpoint.slowdown import slowed
 from dcp_decode.checkpoint.timing import Series, Stopwatch, Subject
 from dcp_decode.checkpoint.variants import best_layout, default_config, swept_variants, timed_alone, variant_name
 from dcp_decode.checkpoint.wire import SOURCE, wire_of
@@ -41,7 +42,6 @@ from dcp_decode.kernels.sparse_layout import DecodeConfig
 LEAST_COPIES = 3
 SWEEP_SAMPLES = 25
 TUNING_SAMPLES = 7
-SPIN_CYCLES = 20_000  # long against the launch of the kernel that spins
 L2_SHARE = 1 / 3  # of L2 that the mailboxes of a graph may take, so that words and hot keys stay there
 STEP_ALLOWANCE = 1.05  # a verify step in one graph against its layers
 
@@ -58,7 +58,7 @@ class Measurements:
 class Checkpoint:
     """All points of a config on the current GPU. What does not pass its gate is left out, and named in `failures`.
 
-    slowdown: every stage spins that share of its own time longer; proves that a regression gate can fail.
+    slowdown: every stage takes that share of its own time longer; proves that a regression gate can fail.
     """
 
     def __init__(self, config: RunConfig, quick: bool, slowdown: float = 0.0) -> None:
@@ -151,7 +151,7 @@ class _PointRun:
         self.allowed_error = before["sparse_decode"].largest_bound
         fused = self._fused(label)
         timed, skipped = self._peers()
-        measured = [self._slowed(subject) for subject in [*stages, *fused]] + [one.subject for one in timed]
+        measured = slowed([*stages, *fused], checkpoint.slowdown, self.stopwatch) + [one.subject for one in timed]
         floor_subjects = floors.floor_subjects(self.ranks, self.config)
         gather = floors.fastest_gather(self.ranks, self.stopwatch, TUNING_SAMPLES)
         floor_subjects += [gather] if gather is not None else []
@@ -310,20 +310,6 @@ class _PointRun:
             "allowed_us": allowed,
             "within": statistics["p50_us"] <= allowed,
         }
-
-    def _slowed(self, subject: Subject) -> Subject:
-        """With a slowdown asked for: the subject and a kernel that spins that share of its time."""
-        if not self.checkpoint.slowdown:
-            return subject
-        spin = Subject("spin", lambda _layer: torch.cuda._sleep(SPIN_CYCLES))
-        times = self.stopwatch.measure([subject, spin], TUNING_SAMPLES, seed=0)
-        cycles = int(self.checkpoint.slowdown * times[subject.name].p50 / times["spin"].p50 * SPIN_CYCLES)
-
-        def launch(layer: int) -> None:
-            subject.launch(layer)
-            torch.cuda._sleep(cycles)
-
-        return replace(subject, launch=launch)
 
     def _statistics(self, series: Series) -> dict[str, Any]:
         return series.statistics() | {"rounds_us": self._rounds(series)}

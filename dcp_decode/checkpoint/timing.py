@@ -29,15 +29,17 @@ SHORT_PART = 4  # the short graph has a fourth of the long one's layers
 
 @dataclass(frozen=True)
 class Subject:
-    """What is timed. launch: enqueue layer i. prepare: enqueue what must be in place before layers run (not timed).
+    """What is timed. launch: enqueue layer i. finish: enqueue what ends a graph of so many layers (timed with them).
 
-    Both enqueue on the current stream. layers: of the long graph; None: the stopwatch's.
+    prepare: enqueue what must be in place before layers run (not timed). All enqueue on the current stream. layers: of
+    the long graph; None: the stopwatch's.
     """
 
     name: str
     launch: Callable[[int], None]
     prepare: Callable[[], None] = lambda: None
     layers: int | None = None
+    finish: Callable[[int], None] = lambda layers: None
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,15 @@ class Stopwatch:
     def _capture(self, subject: Subject, length: int) -> torch.cuda.CUDAGraph:
         with torch.cuda.stream(self.stream):
             subject.prepare()
-        return capture(subject.launch, length, self.stream)
+        return capture(subject.launch, length, self.stream, subject.finish)
 
 
-def capture(launch: Callable[[int], None], length: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+def capture(
+    launch: Callable[[int], None],
+    length: int,
+    stream: torch.cuda.Stream,
+    finish: Callable[[int], None] = lambda layers: None,
+) -> torch.cuda.CUDAGraph:
     """A graph of layers 0 .. length - 1, after one eager layer: modules load and libraries allocate in that one."""
     with torch.cuda.stream(stream):
         launch(0)
@@ -122,6 +129,7 @@ def capture(launch: Callable[[int], None], length: int, stream: torch.cuda.Strea
     with torch.cuda.graph(graph, stream=stream):
         for layer in range(length):
             launch(layer)
+        finish(length)
     return graph
 
 

@@ -15,6 +15,7 @@ from dcp_decode.checkpoint.gate import Gate  # noqa: E402
 from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction, Problem  # noqa: E402
 from dcp_decode.checkpoint.points import Shape  # noqa: E402
 from dcp_decode.checkpoint.ranks import SOLO_RANK, BenchRanks  # noqa: E402
+from dcp_decode.checkpoint.slowdown import slowed  # noqa: E402
 from dcp_decode.checkpoint.timing import Stopwatch, Subject  # noqa: E402
 from dcp_decode.errors import WrongResult  # noqa: E402
 from dcp_decode.geometry import Geometry  # noqa: E402
@@ -44,6 +45,19 @@ def bench() -> BenchRanks:
     geometry, shape = Geometry(capacity=5), Shape(5, 96, 256)
     caches = KeyCaches(2, geometry.k_scale, seed=3)
     return BenchRanks(Problem(geometry, shape, "cold", 1, LAYERS, caches, seed=4), (SOLO_RANK,), L2Eviction())
+
+
+def test_a_slowdown_slows_every_stage_by_its_share() -> None:
+    """The stages' launches overlap: a spin that parted them would cost several times its share."""
+    geometry, layers = Geometry(capacity=5), 24
+    problem = Problem(geometry, Shape(5, 96, 256), "hot", 1, layers, KeyCaches(2, geometry.k_scale, seed=3), seed=4)
+    bench, stopwatch = BenchRanks(problem, (SOLO_RANK,), L2Eviction()), Stopwatch(layers)
+    plain = bench.subjects(sparse_config(geometry, 5))
+    slower = [replace(one, name=f"slower {one.name}") for one in slowed(plain, 0.2, stopwatch)]
+    times = stopwatch.measure([*plain, *slower], samples=51, seed=1)
+    bench.require_no_expired_wait("slowdown")
+    ratios = {one.name: times[f"slower {one.name}"].p50 / times[one.name].p50 for one in plain}
+    assert ratios == {name: pytest.approx(1.2, abs=0.03) for name in ratios}
 
 
 @pytest.mark.parametrize("push", [True, False], ids=["push", "local"])
