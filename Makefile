@@ -4,6 +4,7 @@ SHELL := /bin/bash
 CONFIG ?= configs/smoke.toml
 GPUS ?= 8
 WORKERS ?= 2
+GPU_WORKERS ?= 8
 MINUTES ?= 10
 
 # The first Python that runs and is of an allowed version (a pyenv shim may exist and still not run).
@@ -39,7 +40,8 @@ bench-cpu: $(INSTALLED)
 	$(VENV)/python -m dcp_decode.checkpoint.cpu
 
 test-gpu: $(INSTALLED)
-	$(VENV)/python -m pytest -m gpu
+	$(VENV)/python -m pytest -m "gpu and not alone" -n $(GPU_WORKERS) tests/gpu
+	$(VENV)/python -m pytest -m "gpu and alone" tests/gpu
 
 test-multigpu: $(INSTALLED)
 	$(VENV)/torchrun --standalone --nproc-per-node $(GPUS) -m pytest -m multigpu

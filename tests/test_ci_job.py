@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.metadata
 import json
 import os
 import signal
@@ -28,7 +29,10 @@ from dcp_decode.regression.compare import compare
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = REPOSITORY / "tests" / "data" / "small.toml"
-HARDWARE = {"device": "cpu", "kind": "some-processor", "ranks": [{"visible_gpus": []}]}
+RANK = {"visible_gpus": [], "cores": 2, "gpus": {"gpus": []}}
+HARDWARE = {"device": "cpu", "kind": "some-processor", "ranks": [RANK]}
+TEST_STAGES = ("tests", "kernels", "multigpu")
+H200 = Hardware("cuda", "nvidia-h200", 1, 16, 140 << 30)
 
 
 def run_job(artifacts: Path, *options: str) -> tuple[int, dict, dict[str, str]]:
@@ -156,10 +160,15 @@ def test_stages_fit_the_device_and_the_node(tmp_path: Path) -> None:
     assert "tests/gpu" not in commands(on_cpu)["tests"]
     assert "no " in on_cpu[-1].skip
     assert f"commit this run's {tmp_path}/checkpoint.json there" in on_cpu[-1].skip
-    assert {stage.name: stage.skip for stage in on_cpu}["multigpu"] == "needs several GPUs, and 0 are here"
-    on_gpu = stages.following(settings(tmp_path, inject="slowdown"), Hardware("cuda", "nvidia-h200", 6))
-    assert "--nproc-per-node 4 -m pytest -m multigpu" in commands(on_gpu)["multigpu"]
-    assert not {stage.name: stage.skip for stage in on_gpu}["multigpu"]
+    skipped = {stage.name: stage.skip for stage in on_cpu}
+    assert skipped["multigpu"] == "needs several GPUs, and 0 are here"
+    assert (skipped["tests"], skipped["kernels"]) == ("", "needs a GPU")
+    on_gpu = stages.following(settings(tmp_path, inject="slowdown"), dataclasses.replace(H200, gpus=6))
+    assert "--nproc-per-node 4 -m pytest " in commands(on_gpu)["multigpu"]
+    assert not any(stage.skip for stage in on_gpu[:-1])
+    assert " -n 16 tests/gpu" in commands(on_gpu)["kernels"]
+    for name in TEST_STAGES:
+        assert f" --junit-xml={tmp_path}/{name}.xml " in commands(on_gpu)[name]
     assert "checkpoint configs/latency_checkpoint.toml --quick" in commands(on_gpu)["checkpoint"]
     assert "--slowdown 0.2" in commands(on_gpu)["checkpoint"]
     assert "tests/gpu" in commands(on_gpu)["tests"]
@@ -168,8 +177,69 @@ def test_stages_fit_the_device_and_the_node(tmp_path: Path) -> None:
     assert list(commands(stages.following(several, Hardware()))) == ["group"]
     assert commands([stages.doctor(several)])["doctor"].startswith(f"{REPOSITORY}/launch/torchrun.sh doctor")
     assert stages.doctor(several).environment == {"DCP_DECODE_RECORDS": f"{tmp_path}/records-doctor"}
-    for test in stages.INTEGRATION_TESTS + stages.GPU_TESTS:
-        assert (REPOSITORY / test).is_file()
+    for test in (*stages.INTEGRATION_TESTS, stages.GPU_TESTS):
+        assert (REPOSITORY / test).exists()
+
+
+@pytest.mark.parametrize(
+    ("hardware", "lacking", "reasons"),
+    [
+        (H200, {"pytest-xdist"}, {"kernels": "needs pytest-xdist (make install)"}),
+        (H200, {"pytest-timeout"}, dict.fromkeys(TEST_STAGES, "needs pytest-timeout (make install)")),
+        (
+            dataclasses.replace(H200, gpu_bytes=24 << 30),
+            set(),
+            {"kernels": "needs room for 4 processes of 8 GiB, and here are 16 cores and 24 GiB of GPU memory"},
+        ),
+        (dataclasses.replace(H200, cores=2), set(), {"kernels": "here are 2 cores and 140 GiB of GPU memory"}),
+    ],
+)
+def test_what_tests_lack_is_their_reason(
+    hardware: Hardware, lacking: set[str], reasons: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if package in lacking:
+            raise importlib.metadata.PackageNotFoundError
+        return "1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = stages.following(settings(tmp_path), dataclasses.replace(hardware, gpus=2))
+    skipped = {stage.name: stage.skip for stage in found}
+    assert {name for name in TEST_STAGES if skipped[name]} == reasons.keys()
+    assert all(reason in skipped[name] for name, reason in reasons.items())
+
+
+def pytest_stage(folder: Path, test: str) -> Stage:
+    """pytest on one test, as a stage of that folder."""
+    (folder / "test_it.py").write_text(f"import pytest\n{test}")
+    command = (sys.executable, *stages._pytest(settings(folder), "tests", "not slow"), str(folder / "test_it.py"))
+    return Stage("tests", (*command, "-c", os.devnull), 60)
+
+
+@pytest.mark.parametrize(
+    ("test", "exit_code", "text"),
+    [
+        ("def test_a(): pass\ndef test_b(): pass", VERIFIED, "2 tests passed"),
+        (
+            "def test_a(): pass\n@pytest.mark.skip(reason='needs a moon')\ndef test_b(): pass",
+            VERIFIED,
+            "1 tests passed, 1 skipped: needs a moon",
+        ),
+        ("pytest.importorskip('no_such_module', reason='needs it')", BAD_INPUT, "no tests passed, 1 skipped: needs it"),
+        ("def test_a(): assert False", WRONG_RESULT, "FAILED "),
+    ],
+)
+def test_tests_say_how_many_ran_and_why_others_did_not(test: str, exit_code: int, text: str, tmp_path: Path) -> None:
+    outcome = run_stage(pytest_stage(tmp_path, test), tmp_path)
+    assert (outcome.exit_code, outcome.text[: len(text)]) == (exit_code, text)
+    assert ElementTree.parse(tmp_path / "tests.xml").getroot().tag == "testsuites"
+
+
+def test_findings_of_a_gpu_become_the_hardware(tmp_path: Path) -> None:
+    gpus = [{"uuid": name, "memory_bytes": size} for name, size in (("a", 7), ("b", 5), ("hidden", 3))]
+    rank = {"visible_gpus": ["a", "b"], "cores": 12, "gpus": {"gpus": gpus}}
+    (tmp_path / "doctor.json").write_text(json.dumps({"device": "cuda", "kind": "some-gpu", "ranks": [rank]}))
+    assert Job(settings(tmp_path), (), lambda outcome: None)._hardware() == Hardware("cuda", "some-gpu", 2, 12, 5)
 
 
 def python(code: str, name: str = "stage", limit: float = 30.0) -> Stage:
@@ -312,7 +382,9 @@ def test_bad_options_are_refused(options: list[str], message: str, tmp_path: Pat
         {"device": ["cpu"]},
         {"kind": "../baselines/other"},
         {"ranks": []},
-        {"ranks": [{"visible_gpus": 1}]},
+        {"ranks": [RANK | {"visible_gpus": 1}]},
+        {"ranks": [RANK | {"cores": 0}]},
+        {"ranks": [RANK | {"gpus": []}]},
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Literal
+from xml.etree import ElementTree
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -23,12 +24,16 @@ from dcp_decode.job.stages import REPOSITORY, Hardware, Settings, Stage
 
 SUFFIXES = (".log", ".json", ".xml", ".html", ".forensics.tar.gz")  # of what a stage leaves
 GRACE_SECONDS = 20.0  # from SIGTERM to SIGKILL of a stage
+NO_TEST_RAN = 5  # pytest's exit code
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended: exit_code None if it was skipped, `text` then says why, else the first error, if any."""
+    """How a stage ended: exit_code None if it was skipped, `text` then says why, else the first error, if any.
+
+    text of tests that passed: how many, and why others were skipped.
+    """
 
     name: str
     command: str
@@ -38,8 +43,19 @@ class Outcome:
     log: str | None
 
 
+class _Gpu(BaseModel):
+    uuid: str
+    memory_bytes: Annotated[int, Field(ge=0)]
+
+
+class _HostGpus(BaseModel):
+    gpus: list[_Gpu]
+
+
 class _Rank(BaseModel):
     visible_gpus: list[str]
+    cores: Annotated[int, Field(ge=1)]
+    gpus: _HostGpus
 
 
 class _Findings(BaseModel):
@@ -94,7 +110,9 @@ class Job:
             found = _Findings.model_validate_json(read_input(path))
         except (OSError, ValidationError):
             raise UnsupportedEnvironment(f"{path} is missing or damaged: run the stage doctor too") from None
-        return Hardware(found.device, found.kind, len(found.ranks[0].visible_gpus))
+        first = found.ranks[0]
+        memory = [gpu.memory_bytes for gpu in first.gpus.gpus if gpu.uuid in first.visible_gpus]
+        return Hardware(found.device, found.kind, len(first.visible_gpus), first.cores, min(memory, default=0))
 
     def _run(self, stage: Stage) -> None:
         command = shlex.join(stage.command)
@@ -122,10 +140,15 @@ def run_stage(stage: Stage, folder: Path) -> Outcome:
         errors.write(f"$ {command}\n")
         errors.flush()
         output = errors if stage.output is None else files.enter_context((folder / stage.output).open("w"))
-        exit_code = contract_code(stage, _exit_code(stage, output, errors))
+        ended = _exit_code(stage, output, errors)
+    exit_code = contract_code(stage, ended)
     text = "" if exit_code == VERIFIED else first_error(log.read_text(errors="replace"))
     if exit_code == VERIFIED and (text := differing_digest(stage, folder)):
         exit_code = WRONG_RESULT
+    results = folder / f"{stage.name}.xml"
+    if ended in (VERIFIED, NO_TEST_RAN) and results.is_file():
+        ran, text = tests_that_ran(results)
+        exit_code = VERIFIED if ran else BAD_INPUT
     return Outcome(stage.name, command, exit_code, time.monotonic() - started, text, log.name)
 
 
@@ -169,6 +192,22 @@ def differing_digest(stage: Stage, folder: Path) -> str:
     if None in digests or digests[0] == digests[1]:
         return ""
     return f"wrong result: digest {digests[1]}, but stage {stage.same_digest_as} has {digests[0]}"
+
+
+def tests_that_ran(results: Path) -> tuple[int, str]:
+    """How many tests did, and in words, with the reasons of the others; of pytest's JUnit XML, none of which failed."""
+    cases = ElementTree.parse(results).findall(".//testcase")
+    reasons = [_reason(skipped) for case in cases for skipped in case.findall("skipped")]
+    ran = len(cases) - len(reasons)
+    skipped = f", {len(reasons)} skipped: {'; '.join(sorted(set(reasons)))}" if reasons else ""
+    return ran, f"{ran or 'no'} tests passed{skipped}"
+
+
+def _reason(skipped: ElementTree.Element) -> str:
+    message = skipped.get("message", "")
+    if message == "collection skipped":  # a whole module: the reason is in a tuple's text, (path, line, 'Skipped: ...')
+        return (skipped.text or message).rpartition("Skipped: ")[2].rstrip("')\"")
+    return message
 
 
 def contract_code(stage: Stage, exit_code: int) -> int:

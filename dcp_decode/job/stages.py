@@ -3,7 +3,9 @@
 doctor      what the machine offers; the job ends with 2 if the config can't run here
 group       the config under torchrun, verified; on several nodes this is all that nodes 1, 2, ... take part in
 mpi         the same under mpirun, with the same digest
-tests       integration tests: launchers, fabrics, faults; on a GPU the kernels' too
+tests       integration tests: launchers, fabrics, faults; on a GPU also whole runs, processes that share it, times
+kernels     the kernels' own cases on a GPU, side by side: most of their time is compilation
+multigpu    a rank a GPU, where there are several
 soak        delays and stops, which must change no bit
 checkpoint  latencies: of the kernels on a GPU, of a layer step on a CPU
 gate        the checkpoint against the committed one of this kind of device: ratios, not absolute times
@@ -11,11 +13,12 @@ gate        the checkpoint against the committed one of this kind of device: rat
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-NAMES = ("doctor", "group", "mpi", "tests", "multigpu", "soak", "checkpoint", "gate")
+NAMES = ("doctor", "group", "mpi", "tests", "kernels", "multigpu", "soak", "checkpoint", "gate")
 INJECTIONS = ("hang", "wrong-bit", "slowdown")
 SLOWDOWN = "0.2"
 
@@ -25,7 +28,9 @@ SOAK_STEPS = "200"  # of a round
 LIMITS = {"cpu": "1.1", "cuda": "1.05"}  # of the gate; on a CPU runs differ by more than their own noise shows
 CPU_STEPS = "70"  # of the CPU benchmark, 20 of them warm-up
 INTEGRATION_TESTS = ("tests/test_launch_external.py", "tests/test_fabric_shm.py", "tests/test_cpu_waits.py")
-GPU_TESTS = ("tests/gpu/test_stages.py", "tests/gpu/test_run_gpu.py")
+GPU_TESTS = "tests/gpu"
+WORKER_BYTES = 8 << 30  # of GPU memory, for a process that runs the kernels' cases
+LEAST_WORKERS = 4  # 900 cases take one process 14 minutes
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the doctor found. device: cpu or cuda; kind: the name of its baselines; gpus: that this node may use."""
+    """What the doctor found. device: cpu or cuda; kind: the name of its baselines; gpus, cores: that this node may use.
+
+    gpu_bytes: memory of its smallest GPU.
+    """
 
     device: str = "cpu"
     kind: str = "unknown"
     gpus: int = 0
+    cores: int = 1
+    gpu_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,8 @@ def following(settings: Settings, hardware: Hardware) -> list[Stage]:
         _group(settings),
         _mpi(settings),
         _tests(settings, hardware),
-        _multigpu(hardware),
+        _kernels(settings, hardware),
+        _multigpu(settings, hardware),
         _soak(settings),
         _checkpoint(settings, hardware),
         _gate(settings, hardware),
@@ -111,16 +122,47 @@ def _run(settings: Settings, name: str) -> list[str]:
 
 
 def _tests(settings: Settings, hardware: Hardware) -> Stage:
-    tests = INTEGRATION_TESTS + (GPU_TESTS if hardware.device == "cuda" else ())
-    results = f"--junit-xml={settings.artifacts / 'tests.xml'}"
-    return Stage("tests", (sys.executable, "-m", "pytest", *tests, "-m", "not multigpu", results), 400)
+    tests = (*INTEGRATION_TESTS, GPU_TESTS) if hardware.device == "cuda" else INTEGRATION_TESTS
+    command = (sys.executable, *_pytest(settings, "tests", "not multigpu and (alone or not gpu)"), *tests)
+    return Stage("tests", command, 400, skip=_lacking("pytest", "pytest-timeout"))
 
 
-def _multigpu(hardware: Hardware) -> Stage:
+def _kernels(settings: Settings, hardware: Hardware) -> Stage:
+    workers = min(hardware.cores, hardware.gpu_bytes // WORKER_BYTES)
+    command = (sys.executable, *_pytest(settings, "kernels", "gpu and not alone"), "-n", str(workers), GPU_TESTS)
+    skip = _lacking("pytest", "pytest-timeout", "pytest-xdist")
+    if hardware.device != "cuda":
+        skip = "needs a GPU"
+    elif workers < LEAST_WORKERS:
+        room = f"{hardware.cores} cores and {hardware.gpu_bytes >> 30} GiB of GPU memory"
+        skip = (
+            f"needs room for {LEAST_WORKERS} processes of {WORKER_BYTES >> 30} GiB, and here are {room}: make test-gpu"
+        )
+    return Stage("kernels", command, 400, skip=skip)
+
+
+def _multigpu(settings: Settings, hardware: Hardware) -> Stage:
     ranks = max((ranks for ranks in (2, 4, 8) if ranks <= hardware.gpus), default=0)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    skip = "" if ranks else f"needs several GPUs, and {hardware.gpus} are here"
-    return Stage("multigpu", (*torchrun, "-m", "pytest", "-m", "multigpu", "tests/gpu"), 300, skip=skip)
+    skip = _lacking("pytest", "pytest-timeout") if ranks else f"needs several GPUs, and {hardware.gpus} are here"
+    return Stage("multigpu", (*torchrun, *_pytest(settings, "multigpu", "multigpu"), GPU_TESTS), 300, skip=skip)
+
+
+def _pytest(settings: Settings, name: str, markers: str) -> tuple[str, ...]:
+    """A stage's arguments of Python: it also leaves the results as JUnit XML."""
+    results = f"--junit-xml={settings.artifacts / f'{name}.xml'}"
+    return ("-m", "pytest", "-p", "no:cacheprovider", "-rfEs", "--durations=10", results, "-m", markers)
+
+
+def _lacking(*packages: str) -> str:
+    """Why tests can't run that need these packages, or nothing."""
+    lacking = []
+    for package in packages:
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            lacking.append(package)
+    return f"needs {', '.join(lacking)} (make install)" if lacking else ""
 
 
 def _soak(settings: Settings) -> Stage:

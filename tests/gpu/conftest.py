@@ -61,7 +61,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("RANK", "0") != "0":  # of torchrun's ranks, one writes the JUnit XML
+        config.option.xmlpath = None
     if REPORT is None:
         return
     from dcp_decode.verdict import Verdict

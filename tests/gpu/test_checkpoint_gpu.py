@@ -21,7 +21,7 @@ from dcp_decode.errors import WrongResult  # noqa: E402
 from dcp_decode.geometry import Geometry  # noqa: E402
 from dcp_decode.kernels.sparse_layout import sparse_config  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 CYCLES = 20_000
 LAYERS = 4

@@ -19,7 +19,7 @@ from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.errors import VERIFIED
 from dcp_decode.run import run_rank
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(150)]
 
 SMALL = {"parallel.device": "cuda", "model.layers": 1, "service.max_steps": 6}
 CYCLES = 50  # of each kind

@@ -25,7 +25,7 @@ from dcp_decode.step import TIMED
 from dcp_decode.summary import RunSummary
 from dcp_decode.waits import MailboxTimeout
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = 3  # odd: the uses of a step then change generation
