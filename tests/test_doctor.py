@@ -379,6 +379,12 @@ def test_this_machine_runs_on_its_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     assert {verdict["name"] for verdict in found["launchers"] if verdict["works"]} == {"builtin", "torchrun", "mpi"}
 
 
+def test_beside_json_a_refusal_is_one_line_of_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["doctor", "--json", "--device", "cuda"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"error: not ready: {json.loads(printed.out)['answer']}\n"
+
+
 @pytest.mark.xdist_group("launch")
 def test_under_mpirun_there_is_one_finding_of_all_ranks(tmp_path: Path) -> None:
     config = tmp_path / "pair.toml"

@@ -60,7 +60,7 @@ def doctor(
     folder = os.environ.get(RECORDS_VARIABLE)
     if folder:
         outcome: Outcome = "ok" if examination.ready else "failed"
-        error = None if examination.ready else f"not ready: {examination.answer}"
+        error = None if examination.ready else _refusal(examination)
         ended = RankRecord(control.rank, os.getpid(), socket.gethostname(), outcome, exit_code, time.time(), error)
         write_record(Path(folder), ended)
     control.barrier("end of the doctor")  # a launcher ends all ranks when one leaves with an exit code
@@ -85,6 +85,8 @@ def _examine(
     examination = examine(config, launcher, ranks, builds)
     if control.rank == 0 and as_json:
         click.echo(json.dumps(report.document(examination, ranks), indent=1))
+        if not examination.ready and RECORDS_VARIABLE not in os.environ:  # else it is concluded from the records
+            click.echo(f"error: {_refusal(examination)}", err=True)
     elif control.rank == 0:
         console = Console(highlight=False)
         if not console.is_terminal:
@@ -92,3 +94,7 @@ def _examine(
         report.show(console, examination, ranks)
         sys.stdout.flush()
     return examination
+
+
+def _refusal(examination: Examination) -> str:
+    return f"not ready: {examination.answer}"
