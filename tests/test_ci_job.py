@@ -212,8 +212,8 @@ def test_what_tests_lack_is_their_reason(
 def pytest_stage(folder: Path, test: str) -> Stage:
     """pytest on one test, as a stage of that folder."""
     (folder / "test_it.py").write_text(f"import pytest\n{test}")
-    command = (sys.executable, *stages._pytest(settings(folder), "tests", "not slow"), str(folder / "test_it.py"))
-    return Stage("tests", (*command, "-c", os.devnull), 60)
+    options = (*stages._pytest(settings(folder), "tests", "not slow"), *stages._failures(settings(folder), "tests"))
+    return Stage("tests", (sys.executable, *options, "-c", os.devnull, str(folder / "test_it.py")), 60)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,14 @@ def test_tests_say_how_many_ran_and_why_others_did_not(test: str, exit_code: int
     outcome = run_stage(pytest_stage(tmp_path, test), tmp_path)
     assert (outcome.exit_code, outcome.text[: len(text)]) == (exit_code, text)
     assert ElementTree.parse(tmp_path / "tests.xml").getroot().tag == "testsuites"
+
+
+def test_files_of_failed_tests_are_artifacts(tmp_path: Path) -> None:
+    tests = (
+        "def test_a(tmp_path): (tmp_path / 'a').touch()\ndef test_b(tmp_path): (tmp_path / 'b').touch(); assert False"
+    )
+    assert run_stage(pytest_stage(tmp_path, tests), tmp_path).exit_code == WRONG_RESULT
+    assert [path.name for path in (tmp_path / "tests-failures").rglob("[ab]")] == ["b"]
 
 
 def test_findings_of_a_gpu_become_the_hardware(tmp_path: Path) -> None:

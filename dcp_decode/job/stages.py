@@ -123,13 +123,13 @@ def _run(settings: Settings, name: str) -> list[str]:
 
 def _tests(settings: Settings, hardware: Hardware) -> Stage:
     tests = (*INTEGRATION_TESTS, GPU_TESTS) if hardware.device == "cuda" else INTEGRATION_TESTS
-    command = (sys.executable, *_pytest(settings, "tests", "not multigpu and (alone or not gpu)"), *tests)
-    return Stage("tests", command, 400, skip=_lacking("pytest", "pytest-timeout"))
+    options = (*_pytest(settings, "tests", "not multigpu and (alone or not gpu)"), *_failures(settings, "tests"))
+    return Stage("tests", (sys.executable, *options, *tests), 400, skip=_lacking("pytest", "pytest-timeout"))
 
 
 def _kernels(settings: Settings, hardware: Hardware) -> Stage:
     workers = min(hardware.cores, hardware.gpu_bytes // WORKER_BYTES)
-    command = (sys.executable, *_pytest(settings, "kernels", "gpu and not alone"), "-n", str(workers), GPU_TESTS)
+    options = (*_pytest(settings, "kernels", "gpu and not alone"), *_failures(settings, "kernels"), "-n", str(workers))
     skip = _lacking("pytest", "pytest-timeout", "pytest-xdist")
     if hardware.device != "cuda":
         skip = "needs a GPU"
@@ -138,7 +138,7 @@ def _kernels(settings: Settings, hardware: Hardware) -> Stage:
         skip = (
             f"needs room for {LEAST_WORKERS} processes of {WORKER_BYTES >> 30} GiB, and here are {room}: make test-gpu"
         )
-    return Stage("kernels", command, 400, skip=skip)
+    return Stage("kernels", (sys.executable, *options, GPU_TESTS), 400, skip=skip)
 
 
 def _multigpu(settings: Settings, hardware: Hardware) -> Stage:
@@ -152,6 +152,11 @@ def _pytest(settings: Settings, name: str, markers: str) -> tuple[str, ...]:
     """A stage's arguments of Python: it also leaves the results as JUnit XML."""
     results = f"--junit-xml={settings.artifacts / f'{name}.xml'}"
     return ("-m", "pytest", "-p", "no:cacheprovider", "-rfEs", "--durations=10", results, "-m", markers)
+
+
+def _failures(settings: Settings, name: str) -> tuple[str, ...]:
+    """Options of pytest that keep the files of failed tests, such as forensics, in a folder of the artifacts."""
+    return (f"--basetemp={settings.artifacts / f'{name}-failures'}", "-o", "tmp_path_retention_policy=failed")
 
 
 def _lacking(*packages: str) -> str:

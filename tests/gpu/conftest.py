@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Failures in these show their values too.
+pytest.register_assert_rewrite("fault_case", "sparse_cases", "sparse_rank", "stage_group")
 
 REPORT = os.environ.get("DCP_KERNEL_REPORT")
 VERDICTS = "verdicts"  # of a case, among the properties of its report
