@@ -23,10 +23,8 @@ keys there 9000, scores 11900, P 13600, values 17000, rows staged 18100, end 194
 values of 256 keys took 2100 + 2600 cycles for n = 8, 2400 + 2800 for 16, 2850 + 3350 for 32. 48 heads spill at the 96
 registers of 640 threads, and ptxas then waits for every wgmma.
 
-compute-sanitizer (H200, d11bfe6): memcheck is clean. synccheck takes the barrier between maxima and P, which warps
-without scores join at another place, for divergence. racecheck reports the multicast copies of a later chunk against
-reads before them, which a peer's mbarrier orders (`await_free_keys`), and warns of the zeros that a warp writes to rows
-that its own lanes have read.
+compute-sanitizer (memcheck, synccheck, racecheck) finds nothing but one order that racecheck doesn't know: copies of a
+later chunk by a head group's peer, after reads that an mbarrier orders (`await_free_keys`; tests/gpu/sanitizers.py).
 
 Rooms: `warpgroup_config`, `warpgroup_shared` (shared memory), `warpgroup_query`, `warpgroup_gather`,
 `warpgroup_scores`, `warpgroup_values`, `warpgroup_outputs`, `wgmma` (instructions). Protocol, roles and arguments are
@@ -162,19 +160,20 @@ class SparseWarpgroups(SparseLaunch, WarpgroupQuery, WarpgroupGather, WarpgroupV
         tile = self.tile_of(worker)
         if tile * KEY_TILE < left:
             ptx.wait_barrier(worker.shared + layout.key_barrier(0) + tile * 8, chunk & 1)
-            found = self.scores(worker)
-            for place in cutlass.range_constexpr(self.config.head_rows // 2):
-                scores[place] = found[place]
-        values = [scores[place] for place in range(self.config.head_rows // 2)]
+            self.hold(scores, self.scores(worker))
         if cutlass.const_expr(layout.depths > 1):
             if worker.warp >= self.softmax_warps:
-                self.store_partial(values, worker)
-            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
+                self.store_partial(self.held(scores), worker)
+            self.meet()
             if worker.warp < self.softmax_warps:
-                self.clear_missing(left, worker)
-                self.softmax(self.add_partials(values, worker), left, scale_log2, worker)
-            else:
-                self.meet()  # in the softmax
-        else:
-            self.clear_missing(left, worker)
-            self.softmax(values, left, scale_log2, worker)
+                self.hold(scores, self.add_partials(self.held(scores), worker))
+        if worker.warp < self.softmax_warps:
+            self.hold(scores, self.mask_scores(self.held(scores), left, worker))
+            self.raise_maxima(self.held(scores), worker)
+        # The maxima are complete, and all keys have been read. A barrier of all compute warps, though only those of the
+        # softmax have stored, and joined at one place: compute-sanitizer takes one of some of them for a race across
+        # later barriers, and one that they join at two places for divergence.
+        self.meet()
+        self.clear_missing(left, worker)
+        if worker.warp < self.softmax_warps:
+            self.store_softmax(self.held(scores), scale_log2, worker)

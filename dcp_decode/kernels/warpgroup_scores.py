@@ -25,7 +25,7 @@ from cutlass import Float32, Int32, cute
 
 from dcp_decode import numerics
 from dcp_decode.kernels import ptx, wgmma
-from dcp_decode.kernels.sparse_arguments import COMPUTE, Worker
+from dcp_decode.kernels.sparse_arguments import Worker
 from dcp_decode.kernels.sparse_chunk import query_operand
 from dcp_decode.kernels.sparse_shared import ROW_PITCH
 from dcp_decode.kernels.warpgroup_config import COMPUTE_WARPS, WarpgroupConfig
@@ -86,6 +86,15 @@ class WarpgroupScores:
             offsets = [self.step_units(step, depth_steps) for step in range(first, first + count)]
             (sums,) = wgmma.multiply_add([sums], [left], right, offsets)
         return sums
+
+    def held(self, scores: Any) -> list[Any]:
+        """A lane's n / 2 scores out of registers that live across conditions."""
+        return [scores[place] for place in range(self.config.head_rows // 2)]
+
+    def hold(self, scores: Any, values: list[Any]) -> None:
+        """Replace them."""
+        for place, value in enumerate(values):
+            scores[place] = value
 
     @property
     def score_batch(self) -> int:
@@ -200,13 +209,8 @@ class WarpgroupScores:
         return pad + row * ROW_PITCH + head % SUM_WORDS * 4
 
     @cute.jit
-    def softmax(self, scores: list[Any], left: Int32, scale_log2: Float32, worker: Worker) -> None:
-        """P of the warps that have scores, into shared memory; `left` keys of the chunk are the row's."""
-        masked = self.mask_scores(scores, left, worker)
-        self.raise_maxima(masked, worker)
-        # Of all compute warps, though only these have stored: the others have nothing else to do, and compute-sanitizer
-        # reports races across later barriers where one of a part of the warps went before.
-        cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
-        self.probabilities(masked, self.peaks(scale_log2, worker), scale_log2, worker)
+    def store_softmax(self, scores: list[Any], scale_log2: Float32, worker: Worker) -> None:
+        """P of masked scores into shared memory, once the maxima are complete."""
+        self.probabilities(scores, self.peaks(scale_log2, worker), scale_log2, worker)
         # The tensor cores read P.
         ptx.fence_async_shared()

@@ -18,7 +18,8 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from dcp_decode.kernels import ptx, wgmma
 from dcp_decode.kernels.sparse_arguments import Worker
 from dcp_decode.kernels.sparse_shared import ROW_PITCH
-from dcp_decode.kernels.warpgroup_scores import WARP_KEYS, WarpgroupScores
+from dcp_decode.kernels.warpgroup_config import COMPUTE_WARPS
+from dcp_decode.kernels.warpgroup_scores import WarpgroupScores
 
 COLUMN_TILES = 2  # of a warpgroup
 TILE_COLUMNS = 64
@@ -39,16 +40,13 @@ class WarpgroupValues(WarpgroupScores):
 
     @cute.jit
     def clear_missing(self, left: Int32, worker: Worker) -> None:
-        """V of a softmax warp's keys past the `left` ones of the chunk: stale bytes become 0 up to the batch's end.
+        """V of the keys past the `left` ones of the chunk: stale bytes become 0 up to the batch's end, a warp a key.
 
-        The warp's scores, and those of the warps that share them, have read these rows.
+        All warps have read their scores' keys.
         """
-        first = self.warp_key(worker)
-        padded = (left + (VALUE_STEP - 1)) & -VALUE_STEP
-        begin = ptx.maximum_int32(first, left)
-        end = ptx.minimum_int32(first + WARP_KEYS, padded)
+        padded = ptx.minimum_int32((left + (VALUE_STEP - 1)) & -VALUE_STEP, Int32(self.config.chunk))
         place = worker.shared + self.config.shared.keys + worker.lane * PIECE_BYTES
-        for key in cutlass.range(begin, end, 1, unroll=1):
+        for key in cutlass.range(left + worker.warp, padded, COMPUTE_WARPS, unroll=1):
             ptx.store_shared(place + key * ROW_PITCH, [Uint32(0)] * 4)
 
     @cute.jit
