@@ -1,7 +1,7 @@
 """What a GPU says about the kernels' correctness, in one JSON document: `python tests/gpu/measure_kernels.py OUTPUT`.
 
-Runs `pytest -m gpu` on the kernels' own tests (cases with their worst error, bound and verdict), then a small use of
-both routes under compute-sanitizer. Exit code 0 if all of it is clean. What the kernels take is `dcp-decode
+Runs `pytest -m gpu` on the kernels' own tests (cases with their worst error, bound and verdict), then small uses under
+compute-sanitizer (`sanitizers`). Exit code 0 if all of it is clean. What the kernels take is `dcp-decode
 checkpoint`'s to say.
 """
 
@@ -10,18 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from sanitizers import is_clean, sanitize
 
 FOLDER = Path(__file__).parent
 # Side by side: tests of times and of several processes don't go together with others on one GPU.
 KERNEL_TESTS = ("test_chain.py", "test_sparse.py", "test_stages.py", "test_warpgroup.py")
-SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 
 def run_cases(workers: int, seconds: int) -> list[dict]:
@@ -39,32 +38,6 @@ def run_cases(workers: int, seconds: int) -> list[dict]:
     if code != "0":
         cases.append({"test": "all", "outcome": "failed", "error": f"pytest: {code}", "verdicts": []})
     return cases
-
-
-def sanitize(seconds: int) -> dict[str, str]:
-    """Tool -> "clean", the last lines of its complaint, or why it did not run. The tools run side by side."""
-    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    if tool is None:
-        return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
-    with ThreadPoolExecutor(len(SANITIZERS)) as pool:
-        verdicts = pool.map(lambda name: run_sanitizer(tool, name, seconds), SANITIZERS)
-        return dict(zip(SANITIZERS, verdicts, strict=True))
-
-
-def run_sanitizer(tool: str, name: str, seconds: int) -> str:
-    """The verdict of one of SANITIZERS."""
-    # Bindings that look for functions which the driver lacks are no fault of a kernel.
-    command = [tool, "--tool", name, "--report-api-errors", "no", "--error-exitcode", "9"]
-    command += [sys.executable, str(FOLDER / "sanitize_case.py")]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return f"not run: no end within {seconds} s"
-    said = done.stdout + done.stderr
-    summary = "RACECHECK SUMMARY: 0 hazards" if name == "racecheck" else "ERROR SUMMARY: 0 errors"
-    verdict = "clean" if done.returncode == 0 and summary in said else said[-1500:]
-    print(f"{name} {verdict[-300:]}", flush=True)
-    return verdict
 
 
 def main() -> int:
@@ -114,7 +87,7 @@ def main() -> int:
     write()
     print(f"{len(cases)} cases, {len(failed)} failed; worst {worst}", flush=True)
     print(arguments.output)
-    clean = all(verdict == "clean" for verdict in document["sanitizers"].values())
+    clean = all(map(is_clean, document["sanitizers"].values()))
     return 0 if document["verified"] and clean else 1
 
 

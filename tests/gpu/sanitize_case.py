@@ -1,4 +1,9 @@
-"""Small uses of both routes, the fused chain and the warpgroup decode, for compute-sanitizer: two rows, one empty."""
+"""Small uses of the kernels for compute-sanitizer, two rows, one empty: `sanitize_case.py [CASE]`.
+
+all: both routes, the fused chain, and the warpgroup decode but for the other case.
+multicast: the warpgroup decode where head groups copy a later chunk of keys for each other, an order between CTAs that
+racecheck does not know (`sanitizers`).
+"""
 
 from __future__ import annotations
 
@@ -17,33 +22,63 @@ from stage_group import StageGroup, make_group_inputs
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
 
-faulthandler.dump_traceback_later(50, exit=True)
-for push in (True, False):
-    group = StageGroup(Geometry(capacity=2, topk=128), 2, push, poison=False)
-    inputs = make_group_inputs(group.geometry, [[70, 0]] * 7 + [[33, 5]], seed=1, cache_rows=256)
-    merged = group.step(inputs)
-    group.check_as_new(1)
-    assert not bool(torch.isnan(merged).any())
+Size = tuple[int, int, int, int]  # heads of a CTA, CTAs of a row's keys, keys of a chunk, head groups
+# No cluster: four, two and one warpgroup a tile of keys, several chunks; an inbox over the keys; one beside them with
+# partial scores; keys copied once for three CTAs, and for two beside peers with other keys.
+SIZES: tuple[tuple[Size, int], ...] = (
+    ((16, 1, 64, 1), 300),
+    ((16, 1, 128, 1), 300),
+    ((32, 1, 256, 1), 300),
+    ((32, 2, 256, 1), 300),
+    ((16, 4, 64, 1), 300),
+    ((16, 1, 256, 3), 250),
+    ((16, 2, 64, 2), 120),
+)
+MULTICAST: tuple[tuple[Size, int], ...] = (((16, 2, 64, 2), 133),)
 
-# The sanitizer runs kernels one after the other, so one rank's peers have pushed before it starts.
-chain = ChainGroup(Geometry(capacity=2, topk=128), 2, poison=False)
-pushed = PushedWords(StageGroup(chain.geometry, 2, poison=False), inputs)
-pushed.put(chain.mailboxes[3], [rank for rank in range(8) if rank != 3])
-torch.cuda.synchronize()
-chain.launch(3, inputs)
-torch.cuda.synchronize()
-assert torch.equal(chain.merged[3].view(torch.int16), pushed.merged[3].view(torch.int16))
 
-# No cluster, an inbox over the keys, an inbox of its own with partial scores, keys loaded for two; one chunk and two.
-if torch.cuda.get_device_capability()[0] == 9:
+def run_stages() -> None:
+    """Both routes of the stages, then the fused chain."""
+    for push in (True, False):
+        group = StageGroup(Geometry(capacity=2, topk=128), 2, push, poison=False)
+        inputs = make_group_inputs(group.geometry, [[70, 0]] * 7 + [[33, 5]], seed=1, cache_rows=256)
+        merged = group.step(inputs)
+        group.check_as_new(1)
+        assert not bool(torch.isnan(merged).any())
+    # The sanitizer runs kernels one after the other, so one rank's peers have pushed before it starts.
+    chain = ChainGroup(Geometry(capacity=2, topk=128), 2, poison=False)
+    pushed = PushedWords(StageGroup(chain.geometry, 2, poison=False), inputs)
+    pushed.put(chain.mailboxes[3], [rank for rank in range(8) if rank != 3])
+    torch.cuda.synchronize()
+    chain.launch(3, inputs)
+    torch.cuda.synchronize()
+    assert torch.equal(chain.merged[3].view(torch.int16), pushed.merged[3].view(torch.int16))
+
+
+def run_warpgroups(sizes: tuple[tuple[Size, int], ...]) -> None:
+    """One use of every size, of a row with so many keys and an empty one."""
     geometry = Geometry(capacity=2, topk=320)
-    for size in ((32, 1, 256, 1), (32, 2, 256, 1), (16, 4, 64, 1), (16, 2, 64, 2)):
+    for size, keys in sizes:
         ranks = SparseRank(geometry, 3)
-        attended = make_inputs(geometry, [300, 0], seed=2, cache_rows=512)
-        ranks.put_query(attended.query)
+        inputs = make_inputs(geometry, [keys, 0], seed=2, cache_rows=512)
+        ranks.put_query(inputs.query)
         torch.cuda.synchronize()
-        ranks.launch(WarpgroupConfig(geometry, 2, True, *size), attended)
+        ranks.launch(WarpgroupConfig(geometry, 2, True, *size), inputs)
         torch.cuda.synchronize()
         outputs = ranks.take_partials(2)
         assert ranks.query_is_armed()
         assert not bool(outputs.lse.isnan().any() | outputs.out[0].isnan().any())
+
+
+def main() -> None:
+    case = sys.argv[1] if len(sys.argv) > 1 else "all"
+    faulthandler.dump_traceback_later(50, exit=True)
+    has_wgmma = torch.cuda.get_device_capability()[0] == 9
+    if case == "all":
+        run_stages()
+    if has_wgmma:
+        run_warpgroups(SIZES if case == "all" else MULTICAST)
+
+
+if __name__ == "__main__":
+    main()
