@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +19,7 @@ if torch.cuda.get_device_capability()[0] != 9:
 
 from sparse_cases import SparseCases  # noqa: E402
 
-from dcp_decode.kernels.sparse_layout import HEAD_ROWS  # noqa: E402
+from dcp_decode.kernels.sparse_layout import HEAD_ROWS, WAVE_OF_CLUSTERS  # noqa: E402
 from dcp_decode.kernels.warpgroup_config import MAX_CLUSTER, WarpgroupConfig  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -64,3 +68,16 @@ class TestWarpgroups(SparseCases):
     )
     small = (of_size(32, 1, 256), of_size(16, 4, 64), of_size(16, 1, 256, 2))
     families = (of_family(1, 256), of_family(2, 128), of_family(4, 64), of_family(8, 256))
+
+
+@pytest.mark.skipif(
+    torch.cuda.get_device_properties(0).multi_processor_count != WAVE_OF_CLUSTERS[1],
+    reason="the layout's waves are those of 132 multiprocessors",
+)
+def test_waves_of_clusters_are_those_of_the_driver() -> None:
+    command = [sys.executable, str(Path(__file__).parent / "cluster_waves.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {ctas for _, ctas, _ in found} == set(WAVE_OF_CLUSTERS)
+    assert [(name, ctas, WAVE_OF_CLUSTERS[ctas]) for name, ctas, _ in found] == [tuple(entry) for entry in found]
