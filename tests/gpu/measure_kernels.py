@@ -44,6 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--commit", help="where the checkout's own history is not at hand")
+    parser.add_argument("--cases", type=Path, help="of a run with DCP_KERNEL_REPORT: none is made")
     parser.add_argument("--cases-only", action="store_true", help="no sanitizers")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="pytest processes")
     parser.add_argument("--cases-seconds", type=int, default=300)
@@ -71,7 +72,10 @@ def main() -> int:
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
     write()
-    cases = run_cases(arguments.workers, arguments.cases_seconds)
+    if arguments.cases is None:
+        cases = run_cases(arguments.workers, arguments.cases_seconds)
+    else:
+        cases = json.loads(arguments.cases.read_text())
     verdicts = [verdict for case in cases for verdict in case["verdicts"] if verdict["error_bound"] > 0]
     worst = max(verdicts, key=lambda verdict: verdict["worst_error"] / verdict["error_bound"], default=None)
     failed = [case["test"] for case in cases if case["outcome"] == "failed"]
