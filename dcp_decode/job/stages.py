@@ -124,7 +124,7 @@ def _run(settings: Settings, name: str) -> list[str]:
 def _tests(settings: Settings, hardware: Hardware) -> Stage:
     tests = (*INTEGRATION_TESTS, GPU_TESTS) if hardware.device == "cuda" else INTEGRATION_TESTS
     options = (*_pytest(settings, "tests", "not multigpu and (alone or not gpu)"), *_failures(settings, "tests"))
-    return Stage("tests", (sys.executable, *options, *tests), 400, skip=_lacking("pytest", "pytest-timeout"))
+    return Stage("tests", (sys.executable, *options, *tests), 600, skip=_lacking("pytest", "pytest-timeout"))
 
 
 def _kernels(settings: Settings, hardware: Hardware) -> Stage:
@@ -138,7 +138,7 @@ def _kernels(settings: Settings, hardware: Hardware) -> Stage:
         skip = (
             f"needs room for {LEAST_WORKERS} processes of {WORKER_BYTES >> 30} GiB, and here are {room}: make test-gpu"
         )
-    return Stage("kernels", (sys.executable, *options, GPU_TESTS), 400, skip=skip)
+    return Stage("kernels", (sys.executable, *options, GPU_TESTS), 600, skip=skip)
 
 
 def _multigpu(settings: Settings, hardware: Hardware) -> Stage:
