@@ -11,11 +11,13 @@ layers of all local ranks.
 * **Lockstep.** Ranks in several processes on one device are time-sliced: one that spins keeps its producer away for a
   whole slice. They run eagerly and meet at a control-plane barrier after every stage that pushes. So does the first
   step of a shape everywhere: it loads modules, which may take longer than a mailbox deadline.
-* **Host work** of a replayed step, from the plan to the launched graph (median, H200, 8 local ranks): 33 to 37 us with
-  one layer, 148 to 158 us with 24, whose graph has 24 times the nodes to launch. 76.6 us with one layer before
-  `StepBuffers` wrote its integers in one call and the stream was left alone.
+* **Host work** of a replayed step, from the plan to the launched graph (median, H200 host): 22 us with one layer of 8
+  local ranks, 44 with 24 layers, 44 to 53 with 24 layers of one rank. The results of a step, 12 MB with 24 layers, are
+  digested before the next one, and leave little of it in the caches. The same nodes launched by torch: 52 and 167 us,
+  by the driver without a conditional node (`device_graph`): 17, 71 and 61.
 * `expired` is looked at after every step, replays included: `MailboxTimeout` then names who waited for whom. While the
-  host waits for a step it looks for peers that have died, and names them before a deadline passes.
+  host waits for a step it looks for peers that have died, and names them within a deadline,
+  or `LAST_WAIT_SECONDS` if that is shorter.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch
 
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.device_buffers import StepBuffers
+from dcp_decode.device_graph import StepGraph
 from dcp_decode.device_rank import NEEDLE_ROWS, DeviceGroup, StepShape, step_shape
 from dcp_decode.device_timing import StageClock
 from dcp_decode.errors import RankDied, WrongResult
@@ -41,6 +44,8 @@ from dcp_decode.waits import MailboxTimeout, Wait, read_record
 
 PUSHES = frozenset({"select_push", "query_push", "sparse_decode_push", "value_push", "fused_chain"})
 POLL_SECONDS = 20e-6  # between two looks at a step that has not ended: well below a step's milliseconds
+LAST_WAIT_SECONDS = 2.0  # for a step whose peer has died, at most: so long may its kernels say whom they waited for
+LAUNCH_SECONDS = 0.2  # until kernels begin to wait, where processes share a device
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,7 @@ class DeviceSteps:
         self._on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        self._replays = self._on_gpu and not lockstep and before_stage is None  # whether a step may be a graph at all
         if lockstep:
             self.statistics.notes.append("ranks share this device: every step runs eagerly, stage by stage")
 
@@ -171,14 +177,14 @@ class DeviceSteps:
             started = time.perf_counter()
         launched = None
         if replay and buffers.graph is not None:
-            buffers.graph.replay()  # on the current stream: to change it takes longer than to launch
+            buffers.graph.replay()
             launched = time.perf_counter()
-            self._wait_for(torch.cuda.current_stream(self.device))
         else:
             with self._on_stream():
                 lockstep = self.lockstep or not buffers.uses
-                self._enqueue(buffers, self.before_stage, self.synchronize_ranks if lockstep else None)
-            self._synchronize()
+                after_stage = self.synchronize_ranks if lockstep else None
+                self._enqueue(buffers, self.before_stage, after_stage, fuse=self.before_stage is None)
+        self._synchronize()
         buffers.uses += 1
         if launched is None:
             self.statistics.eager_steps += 1
@@ -202,10 +208,26 @@ class DeviceSteps:
         buffers = self._newest
         if buffers is None or not self._replays:
             return None
+        seconds, empty = self._time_stages(buffers, replays, fuse=False)
+        chain = "the sum of its stages"
+        if self.ranks[0].stages.fuses(buffers.shape.rows):
+            fused, _ = self._time_stages(buffers, replays, fuse=True)
+            seconds = [(rank, (*staged[:-1], one[-1])) for (rank, staged), (_, one) in zip(seconds, fused, strict=True)]
+            chain = "one launch, as in the run"
+        return StageTimes(
+            seconds,
+            f"event nodes in a graph of the last step ({buffers.shape}), replayed {replays} times after the run; "
+            f"the chain is {chain}; nothing between two events takes {np.median(empty) * 1e6:.2f} us",
+        )
+
+    def _time_stages(
+        self, buffers: StepBuffers, replays: int, fuse: bool
+    ) -> tuple[list[tuple[int, tuple[float, ...]]], list[float]]:
+        """As `StageTimes.seconds`, and what two events with nothing between them take, of each replay."""
         clock, graph = StageClock(), torch.cuda.CUDAGraph()
         with self._capturing(graph):
             clock.begin()
-            self._enqueue(buffers, clock.before_stage, clock.after_stage)
+            self._enqueue(buffers, clock.before_stage, clock.after_stage, fuse)
         self.control.barrier("graph of the stage times")
         seconds, empty = [], []
         for turn in range(replays + 1):
@@ -216,11 +238,7 @@ class DeviceSteps:
             if turn:  # the first replay uploads the graph
                 seconds += clock.seconds()
                 empty.append(clock.empty_seconds())
-        return StageTimes(
-            seconds,
-            f"event nodes in a graph of the last step ({buffers.shape}), replayed {replays} times after the run; "
-            f"nothing between two events takes {np.median(empty) * 1e6:.2f} us",
-        )
+        return seconds, empty
 
     def finish(self) -> StepStatistics:
         """The statistics, once all steps have run."""
@@ -233,11 +251,6 @@ class DeviceSteps:
             self._synchronize()
             self.control.barrier(f"{name} on a shared device")
 
-    @property
-    def _replays(self) -> bool:
-        """Whether a step may be a graph at all."""
-        return self._on_gpu and not self.lockstep and self.before_stage is None
-
     def _buffers(self, shape: StepShape) -> StepBuffers:
         if shape not in self._shapes:
             for rank in self.ranks:
@@ -249,19 +262,22 @@ class DeviceSteps:
             self.control.barrier(f"kernels for {shape}")
         return self._shapes[shape]
 
-    def _enqueue(self, buffers: StepBuffers, before_stage: BeforeStage | None, after_stage: AfterStage | None) -> None:
+    def _enqueue(
+        self, buffers: StepBuffers, before_stage: BeforeStage | None, after_stage: AfterStage | None, fuse: bool
+    ) -> None:
         """All stages of all layers of all local ranks: eager, or into the graph that is being captured."""
         buffers.load()
         batch = self.group.begin(buffers.shape, buffers.integers)
         for layer in range(self.layers):
-            buffers.keep(layer, verify_layer(self.ranks, layer, batch, self.route, before_stage, after_stage))
+            buffers.keep(layer, verify_layer(self.ranks, layer, batch, self.route, before_stage, after_stage, fuse))
         buffers.read(batch, self._mailboxes)
 
     def _capture(self, buffers: StepBuffers) -> None:
-        graph = torch.cuda.CUDAGraph()
-        with self._capturing(graph):
-            self._enqueue(buffers, None, None)
-        buffers.graph = graph
+        assert self._stream is not None
+        captured = torch.cuda.CUDAGraph(keep_graph=True)
+        with self._capturing(captured):
+            self._enqueue(buffers, None, None, fuse=True)
+        buffers.graph = StepGraph(captured, self._stream)
         self.statistics.captures += 1
         self.control.barrier(f"graph of {buffers.shape}")
 
@@ -303,11 +319,22 @@ class DeviceSteps:
             self._wait_for(self._stream)
 
     def _wait_for(self, stream: torch.cuda.Stream) -> None:
-        """Wait for a stream. Raises RankDied as soon as a peer has died: the step can't end well then."""
+        """Wait for a stream. Raises RankDied if a peer has died: the step can't end well then.
+
+        If possible once the kernels' own waits have expired, so that they say whom they waited for.
+        """
         # Polled, because a blocking call would keep signals, and the death of a peer, waiting for the step's deadlines.
+        patience = min(self.deadline_seconds, LAST_WAIT_SECONDS) + LAUNCH_SECONDS
+        give_up = None
         while not stream.query():
-            self._refuse_dead_peers()
+            now = time.monotonic()
+            if give_up is None and self.control.dead_peers():
+                give_up = now + patience
+            if give_up is not None and now > give_up:
+                break
             time.sleep(POLL_SECONDS)
+        if give_up is not None:
+            self._refuse_dead_peers()
 
     def _bytes_in_use(self) -> int:
         if not self._on_gpu:

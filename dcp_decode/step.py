@@ -33,7 +33,7 @@ STAGES = {
     "fused": ("append", "select_push", "select", "prepare", "fused_chain"),  # of the push route
 }
 
-# Stages whose times a run reports, by method, under the names of the results; `chain` is their sum.
+# Stages whose times a run reports, by method, under the names of the results; `chain` is all of them.
 TIMED = ("query_push", "sparse_decode", "merge", "chain")
 TIMED_AS = {
     "query_push": "query_push",
@@ -41,6 +41,7 @@ TIMED_AS = {
     "sparse_decode_local": "sparse_decode",
     "value_push": "merge",
     "merge": "merge",
+    "fused_chain": "chain",
 }
 
 # Called with a rank's layer and the stage's name before each stage of each rank: fault injection hooks in here.
@@ -268,8 +269,8 @@ def timed_seconds(seconds: Mapping[str, float]) -> tuple[float, ...]:
     """A time for each of TIMED, from those of a layer's stages by method."""
     times = dict.fromkeys(TIMED, 0.0)
     for name, timed_as in TIMED_AS.items():
-        times[timed_as] += seconds.get(name, 0.0)
-        times["chain"] += seconds.get(name, 0.0)
+        for column in {timed_as, "chain"}:
+            times[column] += seconds.get(name, 0.0)
     return tuple(times.values())
 
 
@@ -280,14 +281,15 @@ def verify_layer(
     route: str,
     before_stage: BeforeStage | None = None,
     after_stage: AfterStage | None = None,
+    fuse: bool = True,
 ) -> list[LayerRun[AnyBatch]]:
     """Run one layer of a verify step on all local ranks, by the stages of `route` ("push" or "local").
 
-    Where all ranks have agreed to it, the stages from the query push on are one launch, unless somebody looks between
-    them: `before_stage`.
+    Where all ranks have agreed to it, the stages from the query push on are one launch. fuse: False where somebody
+    looks between them.
     """
     runs = [LayerRun(state, layer, batch) for state in ranks]
-    fused = before_stage is None and ranks[0].stages.fuses(batch.size)
+    fused = fuse and ranks[0].stages.fuses(batch.size)
     for name in STAGES["fused" if fused else route]:
         for run in runs:
             if before_stage is not None:

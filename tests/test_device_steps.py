@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from dcp_decode import device_steps
 from dcp_decode.cache import FlatCache, PagePool
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.cpu.stages import CpuStages
 from dcp_decode.device_buffers import StepBuffers
 from dcp_decode.device_rank import PADDING, DeviceGroup, StepShape, step_shape
 from dcp_decode.device_steps import DeviceSteps
+from dcp_decode.errors import RankDied
 from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.geometry import Geometry
 from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
@@ -23,7 +27,7 @@ from dcp_decode.service import Service, ServiceSettings, VerifyRow
 from dcp_decode.step import Batch, RankState, verify_layer
 from dcp_decode.trace import TraceRequest
 from dcp_decode.verification import Verifier
-from dcp_decode.waits import MailboxTimeout
+from dcp_decode.waits import MailboxTimeout, Wait, write_record
 from dcp_decode.workload import Workload
 
 GEOMETRY = Geometry(
@@ -154,6 +158,43 @@ def test_an_expired_wait_names_who_waited_for_whom():
         steps.run(0, batch, verified=False)
     assert failure.value.waits[0].source_rank == 2
     assert failure.value.waits[0].stage == Stage.SPARSE.name
+
+
+class DyingPeer(SoloControlPlane):
+    """A control plane that sees rank 2 die once a stream has been asked for often enough."""
+
+    def dead_peers(self, at_once: bool = False) -> dict[int, str]:
+        return {2: "process 77 ended"} if at_once or self.asked >= 3 else {}
+
+    asked = 0
+
+
+@pytest.mark.parametrize("kernels_expire", [True, False])
+def test_a_dead_peer_is_named_with_the_waits_for_it_if_they_expire_in_time(monkeypatch, kernels_expire):
+    steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push", deadline_seconds=0.05)
+    control = steps.control = DyingPeer()
+    monkeypatch.setattr(device_steps, "LAUNCH_SECONDS", 0.05)
+    mailbox = steps.ranks[0].stages.mailbox
+
+    def query() -> bool:
+        control.asked += 1
+        if control.asked < 10 or not kernels_expire:
+            return False
+        write_record(mailbox, Wait("SPARSE", 0, 2, 1, 5, 0, 3, -1, 0, 0))
+        return True
+
+    started = time.monotonic()
+    with pytest.raises(RankDied, match="rank 2 process 77 ended") as failure:
+        steps._wait_for(SimpleNamespace(query=query))
+    took = time.monotonic() - started
+    waits = [(one["stage"], one["waiting_rank"], one["source_rank"]) for one in failure.value.expired_waits]
+    if kernels_expire:
+        assert waits == [("SPARSE", 0, 2)]
+    else:
+        assert took >= 0.1
+        assert waits == [("verify step", rank, 2) for rank in range(GEOMETRY.dcp)]
+    control.asked = 0
+    steps._wait_for(SimpleNamespace(query=lambda: True))  # the step had ended before anybody died
 
 
 def test_steps_end_with_their_last_reference():

@@ -21,7 +21,7 @@ from dcp_decode.kernels.fusing import agreed
 from dcp_decode.kernels.sparse_layout import decode_config
 from dcp_decode.kernels.sparse_refusal import ARCHITECTURES
 from dcp_decode.mailbox import Stage
-from dcp_decode.step import Batch, BeforeStage
+from dcp_decode.step import Batch, BeforeStage, timed_seconds
 from dcp_decode.workload import Workload
 
 ALONE = replace(GEOMETRY, dcp=1)
@@ -70,6 +70,12 @@ def test_steps_of_agreed_batches_are_one_launch_with_the_bits_of_the_stages():
     # Fused and staged steps follow each other, on the same mailbox.
     assert any(one != other for one, other in pairwise(sizes))
     assert [rows.view(torch.int16).tolist() for rows in found] == [rows.view(torch.int16).tolist() for rows in staged]
+
+
+def test_a_chain_of_one_launch_is_timed_as_the_chain():
+    assert timed_seconds({"select": 8.0, "fused_chain": 4.0}) == (0, 0, 0, 4)
+    staged = {"query_push": 1.0, "sparse_decode_local": 2.0, "value_push": 4.0, "merge": 8.0}
+    assert timed_seconds(staged) == (1, 2, 12, 15)
 
 
 def test_who_looks_between_the_stages_finds_them():
