@@ -57,7 +57,7 @@ def check_fault(fault: str, fabric: str, dcp: int, folder: Path) -> None:
     evidence = read(Path(conclusion.document["forensics"])).evidence
     for rank in set(range(dcp)) - {victim}:
         # Read from the GPU while the kernels of the group may still spin.
-        assert evidence[rank].problem is None
+        assert evidence[rank].problem is None, evidence[rank].problem
         assert [mailbox.rank for mailbox in evidence[rank].mailboxes] == [rank]
     if fault == "stop":
         first_waits = [wait for wait in conclusion.document["expired_waits"] if wait["stage"] == "TOPK"]
