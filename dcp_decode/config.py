@@ -59,8 +59,8 @@ class ParallelSection(Section):
     """How many ranks, where they run and how they exchange partial results.
 
     kernels: the folder of an ahead-of-time build for runs on a GPU; None: compiled when first needed. chain: whether
-    the stages from the query push to the merge are one launch on a GPU: never, for every batch that fits ("auto"), or
-    the same but at least for one, else the run is refused ("fused").
+    the stages from the query push to the merge are one launch on a GPU: for every batch of which that is possible on
+    all ranks ("auto"), the same but at least for one, else the run is refused ("fused"), or never ("staged").
     """
 
     dcp: Whole = 8
@@ -70,7 +70,7 @@ class ParallelSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     kernels: Path | None = None
     execution: Literal["graph", "eager"] = "graph"
-    chain: Literal["staged", "auto", "fused"] = "staged"
+    chain: Literal["auto", "fused", "staged"] = "auto"
 
 
 class MailboxSection(Section):

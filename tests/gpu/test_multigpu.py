@@ -86,7 +86,7 @@ def test_chains_of_one_launch_change_no_bit(control, fabric):
     if fabric == "nvshmem":
         pytest.importorskip("nvshmem", reason="needs nvshmem4py")
     one_request = values(fabric, control.size) | {"mailbox.capacity": 5}  # so that every step has five rows
-    staged = run_rank(load_config(None, one_request), control)
+    staged = run_rank(load_config(None, one_request | {"parallel.chain": "staged"}), control)
     try:
         fused = run_rank(load_config(None, one_request | {"parallel.chain": "fused"}), control)
     except UnsupportedEnvironment as refusal:  # on all ranks alike
