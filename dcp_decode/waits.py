@@ -18,9 +18,10 @@ class Wait:
     """An expired wait: `waiting_rank` at `stage` needed a word that `source_rank` writes.
 
     row, head, word: where in the mailbox the first missing word lies (head counts gathered heads in stage QUERY's
-    mailbox, the waiting rank's own heads in the value mailbox; -1 where the mailbox has no heads). use: the stage's
-    use counter. value_seen: the word's last value (int32). cta: block index on a GPU, 0 on a CPU. nanoseconds: clock
-    when the wait expired (GPU global timer, or monotonic time).
+    mailbox, the waiting rank's own heads in the value mailbox; -1 where the mailbox has no heads; a credit word of the
+    fused chain has neither row nor head). use: the stage's use counter. value_seen: the word's last value (int32).
+    cta: block index on a GPU, 0 on a CPU. nanoseconds: clock when the wait expired (GPU global timer, or monotonic
+    time).
     """
 
     stage: str
