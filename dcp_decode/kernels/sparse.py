@@ -64,9 +64,10 @@ Tried and dropped:
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, cute
+from cutlass import Int32, cute
 
 from dcp_decode.kernels import disk_cache, ptx
 from dcp_decode.kernels.launch import run_sparse
@@ -102,14 +103,9 @@ class SparseDcpDecode(SparseLaunch, SparseQuery, SparsePartials, SparseProbabili
     config: SparseConfig
 
     @cute.jit
-    def begin(self) -> Worker:
-        """Set-up of a CTA up to its dependency wait: barriers, abort flag, first cluster arrival."""
+    def initialise(self, thread: Int32, shared: Int32, barriers: Any) -> None:
+        """mbarriers and what they expect, abort flag."""
         config = self.config
-        thread, _, _ = cute.arch.thread_idx()
-        split, tile_group, row = cute.arch.block_idx()
-        memory = cute.arch.get_dyn_smem(Uint8, alignment=1024)
-        barriers = cute.recast_ptr(memory, dtype=Int64)
-        shared = Int32(memory.toint())
         if thread == 0:
             for barrier, arrivals in enumerate(self.barrier_arrivals):
                 cute.arch.mbarrier_init(barriers + barrier, arrivals)
@@ -121,13 +117,6 @@ class SparseDcpDecode(SparseLaunch, SparseQuery, SparsePartials, SparseProbabili
                     barrier = barriers + (config.probabilities_layout.probability_barrier(parity) // 8)
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.probability_tx)
             ptx.store_shared(shared + config.shared.abort_flag, [Int32(0)])
-        cute.arch.cluster_arrive_relaxed()
-        if cutlass.const_expr(config.trigger == "start"):
-            cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        return Worker(row, tile_group, split, thread, warp, thread % 32, shared, barriers)
 
     @property
     def barrier_arrivals(self) -> list[int]:
@@ -147,8 +136,7 @@ class SparseDcpDecode(SparseLaunch, SparseQuery, SparsePartials, SparseProbabili
     @cute.jit
     def end(self) -> None:
         """What all threads do last."""
-        if cutlass.const_expr(self.config.trigger == "end"):
-            cute.arch.griddepcontrol_launch_dependents()
+        SparseLaunch.end(self)
         if cutlass.const_expr(self.config.bulk):
             # The peers have received the copies out of this CTA's staged partials.
             cute.arch.cluster_arrive_relaxed()

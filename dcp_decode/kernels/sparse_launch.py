@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import cuda.bindings.driver as cuda
-from cutlass import Float32, Int32, Int64, cute
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
 from dcp_decode.kernels.sparse_refusal import SparseRefusal, SparseRefused
@@ -27,11 +28,10 @@ class SparseLaunch:
         """None, or the typed reason why this configuration is refused."""
         return config.refusal()
 
-    # Its kind's parts: from the set-up to the dependency wait; the query warps; all other warps; what all do last.
-    begin: Callable[[], Worker]
+    # Its kind's parts: barriers and first words of a CTA; the query warps; all other warps.
+    initialise: Callable[[Int32, Int32, Any], None]
     serve_query: Callable[[SparseArguments, Worker], None]
     compute: Callable[[SparseArguments, Worker], None]
-    end: Callable[[], None]
     counted_from: Callable[[Worker, int], Worker]
 
     @cute.jit
@@ -64,6 +64,44 @@ class SparseLaunch:
             self.compute(arguments, worker)
         self.end()
 
+    @cute.jit
+    def begin(self) -> Worker:
+        """Set-up of a CTA, its first cluster arrival, and the wait for the kernels before it."""
+        thread, _, _ = cute.arch.thread_idx()
+        split, tile_group, row = cute.arch.block_idx()
+        memory = cute.arch.get_dyn_smem(Uint8, alignment=1024)
+        barriers = cute.recast_ptr(memory, dtype=Int64)
+        shared = Int32(memory.toint())
+        self.initialise(thread, shared, barriers)
+        self.arrive_at_peers()
+        if cutlass.const_expr(self.config.trigger == "start"):
+            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        return Worker(row, tile_group, split, thread, warp, thread % 32, shared, barriers)
+
+    @cute.jit
+    def end(self) -> None:
+        """What all threads do last."""
+        if cutlass.const_expr(self.config.trigger == "end"):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    @property
+    def clustered(self) -> bool:
+        """Whether a CTA has peers."""
+        return self.config.cluster != (1, 1, 1)
+
+    def arrive_at_peers(self) -> None:
+        """The cluster barrier, first: this CTA's mbarriers are initialised; then: it has its query words."""
+        if self.clustered:
+            cute.arch.cluster_arrive_relaxed()
+
+    def await_peers(self) -> None:
+        """All CTAs of the cluster have arrived."""
+        if self.clustered:
+            cute.arch.cluster_wait()
+
     @property
     def launch_shape(self) -> dict[str, Any]:
         """Grid, CTA, cluster and what they hold: keyword arguments of a launch."""
@@ -77,7 +115,7 @@ class SparseLaunch:
             "max_number_threads": [config.threads, 1, 1],
             "min_blocks_per_mp": 1,
         }
-        return shape if config.cluster == (1, 1, 1) else shape | {"cluster": list(config.cluster)}
+        return shape | {"cluster": list(config.cluster)} if self.clustered else shape
 
 
 def example_arguments() -> tuple[Any, ...]:

@@ -33,8 +33,10 @@ those of `sparse`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass import Float32, Int32, cute
 
 from dcp_decode.kernels import ptx
 from dcp_decode.kernels.sparse_arguments import COMPUTE, QUERY_STAGED, SparseArguments, Worker
@@ -56,17 +58,10 @@ class SparseWarpgroups(SparseLaunch, WarpgroupQuery, WarpgroupGather, WarpgroupV
     config: WarpgroupConfig
 
     @cute.jit
-    def begin(self) -> Worker:
-        """Set-up of a CTA up to its dependency wait: barriers, abort flag, maxima, first cluster arrival."""
+    def initialise(self, thread: Int32, shared: Int32, barriers: Any) -> None:
+        """mbarriers and what they expect, abort flag, maxima."""
         config = self.config
         layout = config.shared
-        thread, _, _ = cute.arch.thread_idx()
-        split, tile_group, row = cute.arch.block_idx()
-        memory = cute.arch.get_dyn_smem(Uint8, alignment=1024)
-        barriers = cute.recast_ptr(memory, dtype=Int64)
-        shared = Int32(memory.toint())
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        worker = Worker(row, tile_group, split, thread, warp, thread % 32, shared, barriers)
         if thread == 0:
             for tile in cutlass.range_constexpr(layout.tiles):
                 cute.arch.mbarrier_init(barriers + layout.key_barrier(tile) // 8, 1)
@@ -79,18 +74,6 @@ class SparseWarpgroups(SparseLaunch, WarpgroupQuery, WarpgroupGather, WarpgroupV
             ptx.store_shared(shared + layout.abort_flag, [Int32(0)])
         if thread < config.head_rows:
             ptx.store_shared(shared + layout.maxima + thread * 4, [Int32(EMPTY_MAXIMUM)])
-        self.arrive_at_peers()
-        if cutlass.const_expr(config.trigger == "start"):
-            cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
-        return worker
-
-    @cute.jit
-    def end(self) -> None:
-        """What all threads do last."""
-        if cutlass.const_expr(self.config.trigger == "end"):
-            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def compute(self, arguments: SparseArguments, worker: Worker) -> None:

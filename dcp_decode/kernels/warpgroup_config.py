@@ -61,11 +61,6 @@ class WarpgroupConfig:
         return (self.split, self.groups, 1)
 
     @property
-    def clustered(self) -> bool:
-        """Whether a CTA has peers."""
-        return self.split * self.groups > 1
-
-    @property
     def mailbox(self) -> MailboxLayout:
         return MailboxLayout(self.geometry)
 

@@ -11,6 +11,7 @@ of them 32 heads spilled or took two latencies).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -31,6 +32,8 @@ class WarpgroupQuery(SparseQuery):
     """The query warps of `SparseWarpgroups`."""
 
     config: WarpgroupConfig
+    arrive_at_peers: Callable[[], None]
+    await_peers: Callable[[], None]
 
     @property
     def block_pieces(self) -> int:
@@ -112,13 +115,3 @@ class WarpgroupQuery(SparseQuery):
         cute.arch.barrier(barrier_id=QUERY_WARPS_DONE, number_of_threads=self.config.query_threads)
         self.await_peers()
         self.release_query(worker, address)
-
-    def arrive_at_peers(self) -> None:
-        """The cluster barrier, first: this CTA's mbarriers are initialised; then: it has its query words."""
-        if self.config.clustered:
-            cute.arch.cluster_arrive_relaxed()
-
-    def await_peers(self) -> None:
-        """All CTAs of the cluster have arrived."""
-        if self.config.clustered:
-            cute.arch.cluster_wait()
