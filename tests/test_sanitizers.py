@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
-from sanitizers import CHECKS, CLEAN, is_clean, judge_clean, judge_multicast
+from sanitizers import CHECKS, CLEAN, is_clean, judge_clean, judge_multicast, judge_unknown_order
 
 
 def hazard(
@@ -61,6 +61,12 @@ def test_copies_between_head_groups_are_let_through() -> None:
 )
 def test_nothing_else_is_let_through(found: str) -> None:
     assert not is_clean(judge_multicast(found))
+
+
+def test_an_order_that_racecheck_has_learnt_ends_the_exception() -> None:
+    assert is_clean(judge_unknown_order(report(COPY)))
+    assert not is_clean(judge_unknown_order(report()))
+    assert not is_clean(judge_unknown_order("a traceback"))
 
 
 def test_a_copy_is_let_through_where_it_is_expected_only() -> None:
