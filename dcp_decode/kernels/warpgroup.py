@@ -14,20 +14,20 @@ Measured on an H200 (1980 MHz) as a launch of a graph, us with keys in L2 (evict
 that is fastest there, at 96 heads; (n, S, chunk, head groups of a cluster):
 
     rows x keys                        us                    rows x keys                       us
-      5 x 256    (8, 2, 128, 2)    5.1 (5.4)    4.0 (4.5)    16 x 301   (24, 2, 256, 1)    8.9 (9.6)
-      5 x 512   (16, 4, 128, 2)    6.1 (6.6)    6.7          40 x 256   (32, 1, 256, 1)   11.2 (12.5)   30.3
-      8 x 256   (16, 2, 128, 2)    5.8 (6.2)    7.6          40 x 301   (32, 1, 256, 1)   14.1 (15.7)
-      8 x 301   (16, 2, 256, 2)    6.5 (7.1)                  5 x 1024  (16, 4, 256, 2)    8.1 (9.0)    10.4
-     16 x 256   (16, 1, 256, 2)    7.3 (7.9)   15.0           5 x 2048  (32, 8, 256, 1)   13.0 (14.1)   17.7
+      5 x 256    (8, 2, 128, 2)    5.1 (5.4)    4.0 (4.5)    5 x 512    (16, 4, 128, 2)    6.1 (6.6)    6.7
+      8 x 256   (16, 2, 128, 2)    5.8 (6.2)    7.6          5 x 1024   (16, 4, 256, 2)    8.1 (9.0)   10.4
+     16 x 256   (16, 1, 256, 2)    7.3 (7.9)   15.0          5 x 2048   (32, 8, 256, 1)   13.0 (14.1)  17.7
+     40 x 256   (32, 1, 256, 1)   11.2 (12.5)  30.3          8 x 301    (16, 2, 256, 2)    6.5 (7.1)
+     16 x 301   (24, 2, 256, 1)    8.9 (9.6)                40 x 301    (32, 1, 256, 1)   14.1 (15.7)
 
 The gather bounds it (`warpgroup_gather`): at 40 x 256, cycles after the dependency wait, on average: query staged 6500,
 keys there 9000, scores 11900, P 13600, values 17000, rows staged 18100, end 19400. Few heads save little: scores and
 values of 256 keys took 2100 + 2600 cycles for n = 8, 2400 + 2800 for 16, 2850 + 3350 for 32. 48 heads spill at the 96
 registers of 640 threads, and ptxas then waits for every wgmma.
 
-Tried and dropped (us before and after): two buffers of 128 keys, one loaded while the other is computed, instead of one
-of 256: 40 x 1024 32.4 -> 36.1, 5 x 2048 (16, 4) 13.9 -> 15.8, 16 x 512 10.7 -> 11.7; four warpgroups that share the last
-tile of a chunk with at most 64 keys left: 40 x 301 14.05 -> 14.46.
+Tried and dropped (us before and after): two buffers of 128 keys, one loaded while the other is computed, instead of
+one of 256: 40 x 1024 32.4 -> 36.1, 5 x 2048 (16, 4) 13.9 -> 15.8, 16 x 512 10.7 -> 11.7; four warpgroups that share
+the last tile of a chunk with at most 64 keys left: 40 x 301 14.05 -> 14.46.
 
 compute-sanitizer (memcheck, synccheck, racecheck) finds nothing but one order that racecheck doesn't know: copies of a
 later chunk by a head group's peer, after reads that an mbarrier orders (`await_free_keys`; tests/gpu/sanitizers.py).

@@ -15,8 +15,8 @@ the keys (`keys_free_barrier`). No CTA leaves before it has received all its key
 Measured on an H200, 256 keys, groups of 1, 2 and 3: B = 8 (16 heads, 2 CTAs) 6.5, 5.8, 6.0 us, B = 16 (16 heads) 8.3,
 7.2, 7.5; 5 rows of 1024 keys (16 heads, 4 CTAs), 1 and 2: 9.2, 8.1. Clusters that fit at once, a CTA a multiprocessor:
 66 of 2 CTAs, 39 of 3, 30 of 4, 22 of 5, 17 of 6, 15 of 8; so B = 40 with 32 heads must do without (10.7 us; 18.4 in two
-waves). Copies of 16 bytes (cp.async, a row a warp) instead of bulk copies: slower everywhere, 10.7 -> 11.9 us at B = 40,
-4.27 -> 4.30 at B = 1.
+waves). Copies of 16 bytes (cp.async, a row a warp) instead of bulk copies: slower everywhere, 10.7 -> 11.9 us at
+B = 40, 4.27 -> 4.30 at B = 1.
 """
 
 from __future__ import annotations
