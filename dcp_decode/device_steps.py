@@ -11,10 +11,16 @@ layers of all local ranks.
 * **Lockstep.** Ranks in several processes on one device are time-sliced: one that spins keeps its producer away for a
   whole slice. They run eagerly and meet at a control-plane barrier after every stage that pushes. So does the first
   step of a shape everywhere: it loads modules, which may take longer than a mailbox deadline.
-* **Host work** of a replayed step, from the plan to the launched graph (median, H200 host): 22 us with one layer of 8
-  local ranks, 44 with 24 layers, 44 to 53 with 24 layers of one rank. The results of a step, 12 MB with 24 layers, are
-  digested before the next one, and leave little of it in the caches. The same nodes launched by torch: 52 and 167 us,
-  by the driver without a conditional node (`device_graph`): 17, 71 and 61.
+* **Host work** of a replayed step, from the plan to the launched graph (medians of several runs, H200 host whose other
+  cores were busy), in us. A run digests a step's results before the next step, 12 MB with 24 layers of 96 heads, after
+  which nothing that a launch needs is in the caches. The last two columns launch the same nodes otherwise
+  (`device_graph`).
+
+                                   a run      without digests    no conditional node    by torch
+      1 layer, 8 local ranks       13..22           11                    17               52
+      24 layers, 1 rank            43..53        11, 36                   61
+      24 layers, 8 local ranks     44..65           29                    71              167
+
 * `expired` is looked at after every step, replays included: `MailboxTimeout` then names who waited for whom. While the
   host waits for a step it looks for peers that have died, and names them within a deadline,
   or `LAST_WAIT_SECONDS` if that is shorter.
