@@ -105,13 +105,13 @@ class Family:
 
 
 SEED_FAMILY = Family("seed", split=4, chunk=64)
-# The same split and anchors, so the same twin; another order of the FP32 sums (`kernels.sparse_probabilities`).
-PROBABILITIES_FAMILY = Family("probabilities", split=4, chunk=64)
+# Another order of the FP32 sums (`kernels.sparse_probabilities`); the first has the seed's anchors, so the same twin.
+PROBABILITIES_FAMILIES = [Family("probabilities", split=4, chunk=64), Family("probabilities_128", split=4, chunk=128)]
 # Split and chunk of `kernels.warpgroup` are choices; P is E4M3 there too, multiplied as f16, which holds it exactly.
 WARPGROUP_FAMILIES = [
     Family(f"warpgroup_{split}x{chunk}", split, chunk) for split in (1, 2, 4, 8) for chunk in (64, 128, 256)
 ]
-FAMILIES = {family.name: family for family in (SEED_FAMILY, PROBABILITIES_FAMILY, *WARPGROUP_FAMILIES)}
+FAMILIES = {family.name: family for family in (SEED_FAMILY, *PROBABILITIES_FAMILIES, *WARPGROUP_FAMILIES)}
 
 
 def family_named(name: str) -> Family:

@@ -59,7 +59,9 @@ def variants(architecture: str) -> dict[str, tuple[str, KernelConfig]]:
     sparse += [sparse_config(g, 5, tiles=tiles, bulk=True) for tiles in (1, 2, 3)]
     sparse += [sparse_config(g, 5, tiles=tiles, exchange="probabilities") for tiles in (1, 2, 3)]
     sparse += [sparse_config(g, 5, route, tiles=1, exchange="probabilities", groups=2) for route in (True, False)]
-    chains = [chain_config(g, 5, exchange=exchange, groups=1) for exchange in EXCHANGES] + [chain_config(g, 5)]
+    sparse += [sparse_config(g, 5, route, 1, exchange="probabilities", groups=2, chunk=128) for route in (True, False)]
+    chains = [chain_config(g, 5, 256, exchange=exchange, groups=1) for exchange in EXCHANGES]
+    chains += [chain_config(g, 5, keys) for keys in (256, 512)]
     found |= {config.name: ("chain", config) for config in chains}
     warpgroups = [WarpgroupConfig(g, 5, True, *size) for size in WARPGROUP_SIZES]
     warpgroups.append(WarpgroupConfig(g, 5, False, *WARPGROUP_SIZES[0]))

@@ -9,7 +9,14 @@ from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.sparse_config import EXCHANGES, SparseConfig
 from dcp_decode.kernels.sparse_layout import decode_config, sparse_config, sparse_for, sparse_variants
 from dcp_decode.kernels.sparse_refusal import ARCHITECTURES, RefusalReason
-from dcp_decode.kernels.sparse_shared import MAX_SHARED_BYTES, SPLIT, PartialsLayout, ProbabilitiesLayout
+from dcp_decode.kernels.sparse_shared import (
+    BLOCK,
+    MAX_SHARED_BYTES,
+    ROW_PITCH,
+    SPLIT,
+    PartialsLayout,
+    ProbabilitiesLayout,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +30,10 @@ from dcp_decode.kernels.sparse_shared import MAX_SHARED_BYTES, SPLIT, PartialsLa
         ({"exchange": "probability"}, RefusalReason.EXCHANGE),
         ({"exchange": "probabilities", "bulk": True}, RefusalReason.EXCHANGE),
         ({"exchange": "probabilities", "tiles": 3, "buffers": 2}, RefusalReason.SHARED_MEMORY),
+        ({"exchange": "probabilities", "chunk": 96}, RefusalReason.CHUNK),
+        ({"exchange": "partials", "chunk": 128}, RefusalReason.CHUNK),
+        ({"exchange": "probabilities", "tiles": 1, "chunk": 128, "buffers": 2}, RefusalReason.SHARED_MEMORY),
+        ({"exchange": "probabilities", "tiles": 2, "chunk": 128, "buffers": 1}, RefusalReason.SHARED_MEMORY),
         ({"exchange": "partials", "groups": 2}, RefusalReason.GROUPS),
         ({"exchange": "probabilities", "tiles": 2, "groups": 2}, RefusalReason.GROUPS),
         ({"exchange": "probabilities", "tiles": 1, "groups": 4}, RefusalReason.GROUPS),
@@ -82,9 +93,11 @@ def test_shared_regions_of_partials_do_not_overlap(tiles, buffers):
     assert layout.nbytes <= MAX_SHARED_BYTES
 
 
-@pytest.mark.parametrize(("tiles", "buffers"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
-def test_shared_regions_of_probabilities_do_not_overlap(tiles, buffers):
-    layout = ProbabilitiesLayout(tiles, buffers)
+@pytest.mark.parametrize(
+    ("tiles", "buffers", "blocks"), [(1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (3, 1, 1)]
+)
+def test_shared_regions_of_probabilities_do_not_overlap(tiles, buffers, blocks):
+    layout = ProbabilitiesLayout(tiles, buffers, blocks)
     starts = [
         layout.statistics,
         layout.maxima,
@@ -104,5 +117,9 @@ def test_shared_regions_of_probabilities_do_not_overlap(tiles, buffers):
     places += [layout.values_free_barrier(0), layout.values_free_barrier(1)]
     assert places == [8 * index for index in range(11)]
     assert places[-1] + 8 <= layout.abort_flag
+    # What several blocks and buffers repeat ends where the next region begins.
+    assert layout.outgoing - layout.probabilities == 2 * blocks * layout.probability_bytes
+    assert layout.keys - layout.values >= buffers * blocks * layout.value_bytes
+    assert layout.scores - layout.keys >= buffers * blocks * BLOCK * ROW_PITCH
     # The sums of all heads lie over keys and scores, not over what three tiles keep.
     assert layout.outputs + layout.head_rows * layout.output_pitch <= layout.kept

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from dcp_decode.checkpoint import summary
 from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.chain_config import chain_config
 from dcp_decode.kernels.configs import stage_kernels
 from dcp_decode.kernels.sparse_config import SparseConfig
 from dcp_decode.kernels.sparse_layout import (
@@ -63,16 +67,52 @@ def test_cost_counts_waves_between_what_was_measured():
     [
         (1, 256, "probabilities", 16),
         (5, 256, "probabilities", 16),
-        (8, 256, "warpgroup_2x128", 16),
-        (16, 256, "warpgroup_1x256", 16),
-        (40, 256, "warpgroup_1x256", 32),
+        (5, 257, "probabilities_128", 16),
+        (5, 384, "probabilities_128", 16),
+        (5, 513, "warpgroup_4x256", 16),
         (5, 1024, "warpgroup_4x256", 16),
         (5, 2048, "warpgroup_8x256", 32),
+        (8, 256, "warpgroup_2x128", 16),
+        (8, 301, "warpgroup_2x256", 16),
+        (8, 1024, "warpgroup_4x256", 32),
+        (16, 256, "warpgroup_1x256", 16),
+        (16, 301, "warpgroup_2x256", 24),
+        (40, 256, "warpgroup_1x256", 32),
+        (40, 301, "warpgroup_1x256", 32),
     ],
 )
 def test_measured_points_run_what_was_fastest_there(batch, keys, family, heads):
     config = decode_config(Geometry(capacity=batch), batch, True, "sm_90a", keys)
     assert (config.family, config.head_rows) == (family, heads)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 6, 8, 10, 16, 40])
+def test_no_step_is_far_above_the_line(batch):
+    """Of the table: nothing between a number of keys and twice that costs more than 1.3 x the line between both."""
+
+    def cost(keys):
+        return min(wave.cost(batch, 96, keys) for wave in MEASURED["sm_90a"])
+
+    for low in (64, 128, 256, 512, 1024):
+        for keys in range(low, 2 * low + 1):
+            line = cost(low) + (cost(2 * low) - cost(low)) * (keys - low) / low
+            assert cost(keys) <= summary.CLIFF * line, keys
+
+
+def test_a_run_serves_most_rows_in_one_round():
+    """Its rows have more keys than an even share on many ranks; the kernels are chosen for those."""
+    geometry = Geometry(capacity=40)
+    for batch in (1, 5, 8, 16, 40):
+        config = decode_config(geometry, batch, True, "sm_90a")
+        assert config == decode_config(geometry, batch, True, "sm_90a", expected_keys(geometry, None))
+        assert config.split * config.chunk >= 301 or config.chunk == 256
+    assert decode_config(geometry, 5, True, "sm_90a").family == chain_config(geometry, 5).sparse.family
+
+
+@pytest.mark.parametrize(("keys", "chunk", "buffers"), [(256, 64, 2), (257, 128, 1), (512, 128, 1), (513, 64, 2)])
+def test_a_chain_has_the_chunk_that_needs_one_round(keys, chunk, buffers):
+    sparse = chain_config(Geometry(capacity=5), 5, keys).sparse
+    assert (sparse.chunk, sparse.buffers) == (chunk, buffers)
 
 
 def test_other_architectures_run_what_every_one_can():
@@ -84,7 +124,12 @@ def test_other_architectures_run_what_every_one_can():
     assert decodes["sm_100a"] == decodes["sm_103a"] == sparse_config(geometry, 40)
 
 
-def test_keys_expected_are_an_even_share():
-    assert expected_keys(Geometry(topk=2048, dcp=8), None) == 256
-    assert expected_keys(Geometry(topk=100, dcp=16), None) == 7
-    assert expected_keys(Geometry(topk=2048, dcp=8), 2048) == 2048
+@pytest.mark.parametrize(
+    ("topk", "ranks", "keys"), [(2048, 8, 301), (100, 16, 14), (2048, 1, 2048), (2, 2, 2), (1, 8, 1)]
+)
+def test_keys_expected_are_an_even_share_and_three_standard_deviations(topk, ranks, keys):
+    geometry = Geometry(topk=topk, dcp=ranks)
+    assert expected_keys(geometry, None) == keys
+    assert expected_keys(geometry, 17) == 17
+    deviation = math.sqrt(topk * (ranks - 1)) / ranks
+    assert keys == min(topk, math.ceil(topk / ranks + 3 * deviation))

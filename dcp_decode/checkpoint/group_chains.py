@@ -84,7 +84,7 @@ class FusedChain(GroupChain):
 
     def __init__(self, problem: Problem, mailbox: Mailbox, deadline_nanoseconds: int) -> None:
         super().__init__(problem, mailbox, deadline_nanoseconds)
-        config = chain_config(problem.geometry, problem.shape.batch)
+        config = chain_config(problem.geometry, problem.shape.batch, problem.shape.keys)
         self.family = config.sparse.family
         self.kernel = compile_chain(config)
 

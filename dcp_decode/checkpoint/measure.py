@@ -140,7 +140,7 @@ class _PointRun:
         self.gate = Gate(self.ranks)
         self.stopwatch = Stopwatch(layers)
         self.config = default_config(self.geometry, shape, checkpoint.push, checkpoint.architecture)
-        self._fused_config = chain_config(self.geometry, shape.batch).sparse
+        self._fused_config = chain_config(self.geometry, shape.batch, shape.keys).sparse
         self.allowed_error = 0.0  # of a peer: what we allow ourselves, the largest derived bound of the sparse decode
 
     def measure(self) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class BenchRanks:
         g, b, problem = self.geometry, self.batch, self.problem
         if chain_for(g, b, len(self.ranks) == 1, multiprocessors(self.device)) is not None:
             return None
-        kernel = compile_chain(chain_config(g, b))
+        kernel = compile_chain(chain_config(g, b, problem.shape.keys))
 
         def launch(layer: int) -> None:
             run_chain(

@@ -28,6 +28,9 @@ dependent launch, slope between graphs of 6 and 24 launches, 96 heads, 256 keys 
     fused, partials                                 6.67 / -         -
     fused, probabilities                            6.26 / 6.85     5.41 / 5.57
     with shared copies and interleaved products     5.71 / 6.23     5.20 / 5.41
+    short rows straight through                     5.72 / 6.12     5.04 / -
+    the same, chunk 128                             5.65 / 6.05     4.96 / -
+    288 keys a row, chunk 128 (64: 7.46 / 7.89)     6.43 / 6.78     5.93 / -
 
 What it took from the first form (8.25 us at B 5, partials):
 * Polling all of a thread's pieces at once, the abort word beside them, 4 columns a thread in the merge: -0.9.

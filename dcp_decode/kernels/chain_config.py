@@ -10,7 +10,7 @@ from dcp_decode.geometry import Geometry
 from dcp_decode.kernels.configs import QUERY_ROW_PIECES, KernelConfig, stage_kernels
 from dcp_decode.kernels.refusal import Refusal, Refused
 from dcp_decode.kernels.sparse_config import MAX_GROUPS, SparseConfig
-from dcp_decode.kernels.sparse_layout import decode_config, sparse_config, waves
+from dcp_decode.kernels.sparse_layout import decode_config, exchange_chunk, expected_keys, sparse_config, waves
 from dcp_decode.kernels.sparse_shared import SPLIT
 
 MAX_SOURCES = 8  # whose words a query thread has room for
@@ -118,10 +118,14 @@ def can_implement(config: ChainConfig) -> ChainRefusal | None:
     return None
 
 
-def chain_config(geometry: Geometry, batch: int, **choices: Any) -> ChainConfig:
-    """The chain around the fastest sparse decode of one tile, with any of its choices given instead."""
-    defaults: dict[str, Any] = {"tiles": 1, "exchange": "probabilities"}
-    sparse = sparse_config(geometry, batch, True, **(defaults | choices))
+def chain_config(geometry: Geometry, batch: int, keys: int | None = None, **choices: Any) -> ChainConfig:
+    """The chain around the fastest sparse decode of one tile, with any of its choices given instead.
+
+    keys: of a row on a rank, as in `sparse_layout.decode_config`.
+    """
+    given: dict[str, Any] = {"tiles": 1, "exchange": "probabilities"} | choices
+    chunk = exchange_chunk(expected_keys(geometry, keys), given["exchange"], given["tiles"])
+    sparse = sparse_config(geometry, batch, True, **({"chunk": chunk} | given))
     shared = replace(sparse, groups=MAX_GROUPS)
     return ChainConfig(sparse if "groups" in choices or shared.refusal() else shared)
 

@@ -1,6 +1,7 @@
 """SparseDcpDecode: sparse MLA decode of one DCP layer over this rank's share of every row's top-k keys.
 
-A cluster of SPLIT = 4 CTAs serves (16 t heads, row); CTA s scores the row's keys s, s + 4, s + 8 .. in chunks of 64.
+A cluster of SPLIT = 4 CTAs serves (16 t heads, row); CTA s scores the row's keys s, s + 4, s + 8 .. in chunks of 64
+or, with the exchange of probabilities, of 128.
 What the CTAs then send each other is a choice, with a family of bits each:
 
     partials         FP32 sums over the own keys to the CTA that merges their columns      24 KB a CTA and tile, once
@@ -42,9 +43,17 @@ Where a row's time goes (probabilities, 5 x 256, SM clocks after the dependency 
 
 So two dependent loads before the query (use counter, words) and one before the keys cost as much as the arithmetic.
 Since then (statistics sent while P is on its way, unpacking before the waits, two products at once, two head tiles that
-copy their keys once: `groups` 2): 3.94 / 4.04 us at B = 1 / 5, cold 4.2 / 4.47, with trigger "end"; "merge" is 0.15 us
-slower alone and 1 us faster in a chain of three launches. `sparse_layout` knows what a batch runs: from six rows or
-257 keys on that is `warpgroup` where the GPU has wgmma.
+copy their keys once: `groups` 2, short rows straight through code of their own): 3.60 / 3.97 us at B = 1 / 5, cold 4.42
+at B = 5, with trigger "end"; "merge" is 0.15 us slower alone and 1 us faster in a chain of three launches. B = 5:
+
+    keys                   64    256    264    288    384    400    512    528   1024   2048
+    chunk 64             3.82   3.97   5.75   5.79   6.41   6.36   6.74   8.46  10.75  18.88
+    chunk 128            3.96   4.06   5.09   5.05   5.21   6.14   6.07   9.57  11.43  23.46
+    fused, chunk 64      5.49   5.72   7.44   7.46   7.52   7.45   7.67   9.38  11.88  20.14
+    fused, chunk 128     5.42   5.65   6.41   6.43   6.57   7.38   7.50  10.86  12.48  24.30
+
+(hot; cold at 256, 288, 384, 512: 4.42, 6.17, 6.78, 7.14 and 4.64, 5.51, 5.78, 6.79.) `sparse_layout` knows what a
+batch runs: from six rows or 513 keys on that is `warpgroup` where the GPU has wgmma.
 
 Tried and dropped:
 * `fence.acq_rel.sys` by 512 polling threads: 5.2 -> 6.6 us wherever it stood; hence the query warps (sparse_query).
@@ -58,6 +67,9 @@ Tried and dropped:
 * Exchange of probabilities by 16 compute warps that gather too (two CTAs' values a warp): 5.2 us, 27 at 2048 keys, 4080
   instructions a scheduler (partials: 3280), of which three quarters are addresses and other work that every warp
   repeats; clusters of 8 or 2 CTAs were slower still (8.0 to 15.5 us at 5 x 256). Hence 8 compute and 4 gather warps.
+* A second block of 64 keys in passes of its own after those of the first: 5.86 at 288 keys, the second round's time,
+  because each pass waits for its own latency (scores 0.35, P 0.15, values 0.5). Zeros for absent values by a thread a
+  key: their stores conflict, in the way of the bulk copies, 0.45 at 288 keys and 0.15 at 64.
 * mbarrier waits without the time hint that CuTe DSL gives them: 0.05 us less.
 """
 
@@ -113,9 +125,9 @@ class SparseDcpDecode(SparseLaunch, SparseQuery, SparsePartials, SparseProbabili
             cute.arch.mbarrier_init_fence()
             cute.arch.mbarrier_arrive_and_expect_tx(barriers, self.inbox_bytes)
             if cutlass.const_expr(config.exchange == "probabilities"):
-                for parity in cutlass.range_constexpr(2):
-                    barrier = barriers + (config.probabilities_layout.probability_barrier(parity) // 8)
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.probability_tx)
+                # With two blocks a round their bytes are known with the count.
+                for parity in cutlass.range_constexpr(2 if config.blocks == 1 else 0):
+                    self.expect_probabilities(barriers, parity, 0)
             ptx.store_shared(shared + config.shared.abort_flag, [Int32(0)])
 
     @property

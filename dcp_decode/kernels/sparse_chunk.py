@@ -1,8 +1,8 @@
-"""Keys of a CTA in chunks of 64: gather, scores, probabilities; shared by both exchanges.
+"""Keys of a CTA in blocks of 64: gather, scores, probabilities; shared by both exchanges.
 
 How the 16 warps share the work (g = lane / 4, q = lane % 4; a tile is 16 query heads):
 
-    gather   warp w, lane 0..3     rows 4 w + lane of the chunk, one 576-byte bulk copy each
+    gather   warp w, lane 0..3     rows 4 w + lane of the block, one 576-byte bulk copy each
     scores   warp w                keys 16 (w / 4) .. + 15 x bytes 144 (w % 4) .. + 143 x 16 heads, 9 steps of m16n8k16
     softmax  warp w                head w of each tile; lane: the two keys 16 (lane / 8) + lane % 8 and + 8
 
@@ -29,7 +29,8 @@ shared memory would be NaN.
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
@@ -40,7 +41,7 @@ from dcp_decode.kernels import ptx
 from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
 from dcp_decode.kernels.sparse_config import SparseConfig
 from dcp_decode.kernels.sparse_rows import SparseRows
-from dcp_decode.kernels.sparse_shared import CHUNK, DEPTHS, ROW_PITCH, SCORE_PITCH, SPLIT
+from dcp_decode.kernels.sparse_shared import BLOCK, DEPTHS, ROW_PITCH, SPLIT
 
 STEP_BYTES = 16  # bytes of a row in one mma step
 DEPTH_STEPS = numerics.ROW_BYTES // STEP_BYTES // DEPTHS
@@ -100,6 +101,16 @@ def probability_operands(address: Any, pitch: int) -> list[list[Any]]:
     return [query_operand(upper[half_step], lower[half_step]) for half_step in range(2)]
 
 
+class Pair(NamedTuple):
+    """Two key octets, what one ldmatrix covers: a lane's address in the first of some pairs and that one's number in
+    the chunk, both `offset` keys before this pair's.
+    """
+
+    place: Any
+    key: Any
+    offset: int
+
+
 class SparseChunk(SparseRows):
     """Gather, scores and softmax of `SparseDcpDecode`."""
 
@@ -117,36 +128,44 @@ class SparseChunk(SparseRows):
 
     @property
     def warp_keys(self) -> int:
-        """Keys of a chunk whose partial scores one warp computes."""
-        return CHUNK * DEPTHS // self.config.compute_warps
+        """Keys of a block whose partial scores one warp computes."""
+        return BLOCK * DEPTHS // self.config.compute_warps
 
     @cute.jit
     def load_index(
-        self, arguments: SparseArguments, worker: Worker, chunk: Int32, first: Int32, width: cutlass.Constexpr
+        self, arguments: SparseArguments, worker: Worker, block: Int32, first: Int32, width: cutlass.Constexpr
     ) -> Int32:
-        """Flat cache row of the key that this lane gathers in `chunk`: positions `first` + lane, `width` lanes."""
+        """Flat cache row of the key that this lane gathers in a block: positions `first` + lane, `width` lanes."""
         index = Int32(0)
         if worker.lane < width:
-            position = chunk * CHUNK + first + worker.lane
+            position = block * BLOCK + first + worker.lane
             index = self.load_row_number(arguments, worker, worker.split + SPLIT * position)
         return index
 
-    def key_buffer(self, worker: Worker, chunk: Any) -> Any:
-        """Address of the buffer of a chunk's keys."""
-        return worker.shared + self.config.shared.keys + (chunk & (self.config.buffers - 1)) * (CHUNK * ROW_PITCH)
+    def slot(self, block: Any) -> Any:
+        """Buffer of a block's keys (and values); `block` counts from the CTA's first."""
+        return block & (self.config.slots - 1)
+
+    def phase(self, block: Any) -> Any:
+        """Parity of the phase in which the barriers of a block's buffer complete."""
+        return (block >> (self.config.slots - 1)) & 1
+
+    def key_buffer(self, worker: Worker, block: Any) -> Any:
+        """Address of the buffer of a block's keys."""
+        return worker.shared + self.config.shared.keys + self.slot(block) * (BLOCK * ROW_PITCH)
 
     @cute.jit
-    def expect_keys(self, chunk: Int32, keys: Int32, worker: Worker) -> None:
-        """One thread: arm the barrier of a chunk of which `keys` keys are left, at least one."""
-        count = ptx.minimum_int32(keys, Int32(CHUNK))
-        barrier = worker.barriers + (1 + (chunk & (self.config.buffers - 1)))
+    def expect_keys(self, block: Int32, keys: Int32, worker: Worker) -> None:
+        """One thread: arm the barrier of a block from which on `keys` keys are left, at least one."""
+        count = ptx.minimum_int32(keys, Int32(BLOCK))
+        barrier = worker.barriers + (1 + self.slot(block))
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * numerics.ROW_BYTES)
 
     @cute.jit
     def gather_keys(
         self,
         index: Int32,
-        chunk: Int32,
+        block: Int32,
         keys: Int32,
         first: Int32,
         width: cutlass.Constexpr,
@@ -154,17 +173,17 @@ class SparseChunk(SparseRows):
         worker: Worker,
         shared: cutlass.Constexpr = False,
     ) -> None:
-        """Start this warp's copies of a chunk of which `keys` keys are left; shared: see `bulk_copy`.
+        """Start this warp's copies of a block from which on `keys` keys are left; shared: see `bulk_copy`.
 
         The other arguments are `load_index`'s.
         """
         position = first + worker.lane
         if (worker.lane < width) & (position < keys):
             self.bulk_copy(
-                self.key_buffer(worker, chunk) + position * ROW_PITCH,
+                self.key_buffer(worker, block) + position * ROW_PITCH,
                 arguments.kv + Int64(index) * numerics.ROW_BYTES,
                 numerics.ROW_BYTES,
-                worker.shared + self.config.shared.key_barrier(0) + (chunk & (self.config.buffers - 1)) * 8,
+                worker.shared + self.config.shared.key_barrier(0) + self.slot(block) * 8,
                 worker,
                 shared,
             )
@@ -183,57 +202,60 @@ class SparseChunk(SparseRows):
         """Number in the cluster of the CTA that has keys `cta`, `cta` + SPLIT .. of the worker's heads."""
         return cta if self.config.groups == 1 else cta + worker.tile_group % self.config.groups * SPLIT
 
-    def wait_for_keys(self, chunk: Any, worker: Worker, ready: Any = (), scratch: Any = 0) -> None:
-        """Until the keys of a chunk are in their buffer; ready, scratch: see `ptx.wait_barrier`."""
-        bits = self.config.buffers - 1
-        barrier = worker.shared + self.config.shared.key_barrier(0) + (chunk & bits) * 8
-        ptx.wait_barrier(barrier, (chunk >> bits) & 1, ready, scratch)
+    def wait_for_keys(self, block: Any, worker: Worker, ready: Any = (), scratch: Any = 0) -> None:
+        """Until the keys of a block are in their buffer; ready, scratch: see `ptx.wait_barrier`."""
+        barrier = worker.shared + self.config.shared.key_barrier(0) + self.slot(block) * 8
+        ptx.wait_barrier(barrier, self.phase(block), ready, scratch)
 
-    def scores(self, query: Any, chunk: Any, slab: Any, worker: Worker) -> None:
-        """Partial scores of this warp's keys and depth into the slab; `query`: operands of one tile or None."""
+    def scores(self, query: Any, block: Any, slab: Any, worker: Worker, more_steps: int = 0) -> None:
+        """Partial scores of this warp's keys and depth into the slab; `query`: operands of one tile or None.
+
+        Of a block and so many 32-key steps of the next one, which lies behind it.
+        """
         depth = worker.warp % DEPTHS
-        first_key = worker.warp // DEPTHS * self.warp_keys
+        group = worker.warp // DEPTHS
+        first_key = group * self.warp_keys
         octet_row = (worker.lane // 8) % 2 * 8 + worker.lane % 8
         column = (depth * DEPTH_STEPS + worker.lane // 16) * STEP_BYTES
-        key_place = self.key_buffer(worker, chunk) + (first_key + octet_row) * ROW_PITCH + column
-        for pairs in self.score_passes:
-            self.score_pairs(pairs, query, key_place, depth, first_key, slab, worker)
+        key_place = self.key_buffer(worker, block) + (first_key + octet_row) * ROW_PITCH + column
+        own = [Pair(key_place, first_key, 16 * pair) for pair in range(self.warp_keys // 16)]
+        if more_steps:
+            # Dealt so that the warps share each step.
+            behind = BLOCK - group * (self.warp_keys - 16)
+            later = (key_place + behind * ROW_PITCH, first_key + behind)
+            own += [Pair(*later, VALUE_STEP * step) for step in range(more_steps)]
+        width = 1 if self.config.tiles > 2 else len(own)
+        for first in range(0, len(own), width):
+            self.score_pairs(own[first : first + width], query, depth, slab, worker)
 
-    @property
-    def score_passes(self) -> list[range]:
-        """Pairs of key octets that share unpacked query operands: all, or one where registers are short."""
-        pairs = self.warp_keys // 16
-        width = 1 if self.config.tiles > 2 else pairs
-        return [range(first, first + width) for first in range(0, pairs, width)]
-
-    def score_pairs(
-        self, pairs: range, query: Any, key_place: Any, depth: Any, first_key: Any, slab: Any, worker: Worker
-    ) -> None:
+    def score_pairs(self, pairs: list[Pair], query: Any, depth: Any, slab: Any, worker: Worker) -> None:
         """Partial scores of all tiles with some pairs of key octets, 16 keys each: what one ldmatrix covers."""
-        tiles = range(self.config.tiles)
-        sums = {(tile, pair, octet): [Float32(0.0)] * 4 for tile in tiles for pair in pairs for octet in range(2)}
+        tiles, pitch = range(self.config.tiles), self.config.shared.score_pitch
+        numbers = range(len(pairs))
+        sums = {(tile, pair, octet): [Float32(0.0)] * 4 for tile in tiles for pair in numbers for octet in range(2)}
         # Steps outside, tiles inside: each pair of key operands serves all tiles and then dies.
         for first in range(0, DEPTH_STEPS, 2):
-            keys = {pair: load_key_operands(key_place + pair * 16 * ROW_PITCH, first) for pair in pairs}
+            keys = [load_key_operands(pair.place + pair.offset * ROW_PITCH, first) for pair in pairs]
             for tile in tiles:
                 if self.query_in_registers:
                     operands = query[first : first + 2]
                 else:
                     operands = load_query_operands(self.query_place(tile, worker), first)
                 for offset, operand in enumerate(operands):
-                    for pair in pairs:
+                    for pair in numbers:
                         for octet in range(2):
                             place = (tile, pair, octet)
                             sums[place] = ptx.mma_f16(operand, keys[pair][offset][octet], sums[place])
         for tile in tiles:
-            for pair in pairs:
+            for pair in numbers:
                 upper = [sums[tile, pair, octet][element] for element in (0, 1) for octet in range(2)]
                 lower = [sums[tile, pair, octet][element] for element in (2, 3) for octet in range(2)]
                 # (head g, keys 2 q and 2 q + 8, then 2 q + 1 and 2 q + 9): what one softmax lane reads is adjacent.
                 line = depth * self.config.head_rows + tile * HEAD_TILE + worker.lane // 4
-                place = slab + line * SCORE_PITCH + (first_key + pair * 16 + worker.lane % 4 * 4) * 4
+                key = pairs[pair].key + pairs[pair].offset
+                place = slab + line * pitch + (key + worker.lane % 4 * 4) * 4
                 ptx.store_shared(place, upper)
-                ptx.store_shared(place + 8 * SCORE_PITCH, lower)
+                ptx.store_shared(place + 8 * pitch, lower)
 
     def query_place(self, tile: int, worker: Worker) -> Any:
         """A lane's ldmatrix address of one tile's query for this warp's depth."""
@@ -251,9 +273,17 @@ class SparseChunk(SparseRows):
         return operands
 
     def probabilities(
-        self, tile: int, running_max: Any, running_sum: Any, keys: Any, scale_log2: Any, slab: Any, worker: Worker
-    ) -> list[tuple[Any, Any, Any]]:
-        """(P, P, rescale) of this warp's heads of a tile: its lane's two keys, FP32, and exp2(old max - new max).
+        self,
+        blocks: int,
+        tile: int,
+        running_max: Any,
+        running_sum: Any,
+        keys: Any,
+        scale_log2: Any,
+        slab: Any,
+        worker: Worker,
+    ) -> list[tuple[list[Any], Any]]:
+        """(P of a lane's two keys of each block, FP32; exp2(old max - new max)) of this warp's heads of a tile.
 
         running_max, running_sum (tiles, warp_heads) are updated, the sum per lane. keys: those left of this CTA. A NaN
         score never enters the maximum but makes the lane's sum NaN, which no later chunk removes. All heads are loaded
@@ -263,19 +293,24 @@ class SparseChunk(SparseRows):
         members = range(self.warp_heads)
         parts = []
         for member in members:
-            place = slab + self.warp_line(tile, member, worker) * SCORE_PITCH + worker.lane * 8
-            stride = self.config.head_rows * SCORE_PITCH
-            parts.append([ptx.load_shared(place + depth * stride, 2) for depth in range(DEPTHS)])
+            pitch = self.config.shared.score_pitch
+            place = slab + self.warp_line(tile, member, worker) * pitch + worker.lane * 8
+            stride = self.config.head_rows * pitch
+            first = [place + block * (BLOCK * 4) for block in range(blocks)]
+            parts.append([[ptx.load_shared(each + depth * stride, 2) for depth in range(DEPTHS)] for each in first])
         logits = []
         for member in members:
-            scores = parts[member][0]
-            for part in parts[member][1:]:
-                scores = [ptx.add(score, more) for score, more in zip(scores, part, strict=True)]
-            scaled = [ptx.multiply(score, scale_log2) for score in scores]
-            # Keys past the count: key of the first, 8 more of the second.
-            present = [ptx.select_less(key + 8 * index, keys, scaled[index], Float32(EMPTY)) for index in range(2)]
+            present = []
+            for block in range(blocks):
+                scores = parts[member][block][0]
+                for part in parts[member][block][1:]:
+                    scores = [ptx.add(score, more) for score, more in zip(scores, part, strict=True)]
+                scaled = [ptx.multiply(score, scale_log2) for score in scores]
+                # Keys past the count: key of the first, 8 more of the second.
+                places = [key + (8 * index + BLOCK * block) for index in range(2)]
+                present += [ptx.select_less(places[index], keys, scaled[index], Float32(EMPTY)) for index in range(2)]
             logits.append(present)
-        largest = [ptx.warp_maximum(ptx.maximum(*logits[member])) for member in members]
+        largest = [ptx.warp_maximum(reduce(ptx.maximum, logits[member])) for member in members]
         results = []
         for member in members:
             index = tile * self.warp_heads + member
@@ -283,10 +318,10 @@ class SparseChunk(SparseRows):
             after = ptx.maximum(largest[member], before)
             rescale = ptx.exp2(ptx.add(before, -after))
             anchor = ptx.add(Float32(numerics.LOG2_E4M3_MAX), -after)
-            low, high = [ptx.exp2(ptx.add(logit, anchor)) for logit in logits[member]]
+            own, *more = [ptx.exp2(ptx.add(logit, anchor)) for logit in logits[member]]
             running_max[index] = after
-            running_sum[index] = ptx.add(ptx.multiply_add(running_sum[index], rescale, low), high)
-            results.append((low, high, rescale))
+            running_sum[index] = reduce(ptx.add, more, ptx.multiply_add(running_sum[index], rescale, own))
+            results.append(([own, *more], rescale))
         return results
 
     def warp_line(self, tile: int, member: int, worker: Worker) -> Any:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from dcp_decode.geometry import HEAD_TILE, Geometry
 from dcp_decode.kernels.sparse_refusal import ARCHITECTURES, RefusalReason, SparseRefusal, refuse_common
-from dcp_decode.kernels.sparse_shared import SPLIT, PartialsLayout, ProbabilitiesLayout, SharedLayout
+from dcp_decode.kernels.sparse_shared import BLOCK, SPLIT, PartialsLayout, ProbabilitiesLayout, SharedLayout
 from dcp_decode.mailbox import MailboxLayout
 
 FAMILY = "seed"
@@ -22,7 +22,8 @@ QUERY_WARPS = 4  # a warp group that waits for the query words, fences and re-ar
 
 MAX_TILES = 3
 MAX_GROUPS = 2  # clusters of 8 CTAs, the most that every GPU runs
-EXCHANGES = ("partials", "probabilities")
+EXCHANGE_CHUNKS = {"partials": (BLOCK,), "probabilities": (BLOCK, 2 * BLOCK)}
+EXCHANGES = tuple(EXCHANGE_CHUNKS)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class SparseConfig:
     exchange: what the CTAs of a cluster exchange; it chooses the `family`.
     groups: CTAs of adjacent head tiles in a cluster, which copy the first keys and values once for all of them; more
     than one needs the exchange of probabilities and one tile.
+    chunk: keys of a CTA between two updates of its running maximum, 64 or, with the exchange of probabilities and one
+    buffer, 128. It chooses the `family` too.
     None of tiles, bulk, buffers, trigger, pdl and groups changes a bit of the result.
     """
 
@@ -51,6 +54,7 @@ class SparseConfig:
     pdl: bool = True
     exchange: str = "partials"
     groups: int = 1
+    chunk: int = BLOCK
 
     split: ClassVar[int] = SPLIT
     architectures: ClassVar[tuple[str, ...]] = ARCHITECTURES
@@ -58,7 +62,24 @@ class SparseConfig:
     @property
     def family(self) -> str:
         """Of configurations that share every bit: an entry of `oracle.FAMILIES`."""
-        return FAMILY if self.exchange == "partials" else "probabilities"
+        if self.exchange == "partials":
+            return FAMILY
+        return "probabilities" if self.blocks == 1 else f"probabilities_{self.chunk}"
+
+    @property
+    def blocks(self) -> int:
+        """Of a chunk."""
+        return self.chunk // BLOCK
+
+    @property
+    def slots(self) -> int:
+        """Key buffers of a block."""
+        return self.buffers * self.blocks
+
+    @property
+    def round_keys(self) -> int:
+        """Keys of a row in one chunk of each CTA."""
+        return SPLIT * self.chunk
 
     @property
     def head_rows(self) -> int:
@@ -88,7 +109,7 @@ class SparseConfig:
 
     @property
     def probabilities_layout(self) -> ProbabilitiesLayout:
-        return ProbabilitiesLayout(self.tiles, self.buffers)
+        return ProbabilitiesLayout(self.tiles, self.buffers, self.blocks)
 
     @property
     def shared_bytes(self) -> int:
@@ -139,7 +160,8 @@ class SparseConfig:
         """Of the variant, for tables and file names."""
         parts = [f"b{self.batch}", f"h{self.geometry.heads}", "push" if self.push else "local", f"t{self.tiles}"]
         parts += ["p"] * (self.exchange == "probabilities") + [f"groups{self.groups}"] * (self.groups > 1)
-        parts += ["bulk"] * self.bulk + ["single"] * (self.buffers == 1) + [self.trigger] * (self.trigger != "merge")
+        parts += [f"chunk{self.chunk}"] * (self.chunk != BLOCK) + ["bulk"] * self.bulk
+        parts += ["single"] * (self.buffers == 1) + [self.trigger] * (self.trigger != "merge")
         return "sparse_" + "_".join(parts)
 
     def refusal(self) -> SparseRefusal | None:
@@ -148,6 +170,9 @@ class SparseConfig:
             return SparseRefusal(RefusalReason.BUFFERS, f"key buffers {self.buffers}")
         if self.exchange not in EXCHANGES or (self.bulk and self.exchange != "partials"):
             return SparseRefusal(RefusalReason.EXCHANGE, f"exchange {self.exchange}, bulk {self.bulk}")
+        if self.chunk not in EXCHANGE_CHUNKS[self.exchange]:
+            allowed = " or ".join(map(str, EXCHANGE_CHUNKS[self.exchange]))
+            return SparseRefusal(RefusalReason.CHUNK, f"keys {self.chunk}, must be {allowed}")
         if self.tiles < 1:
             return SparseRefusal(RefusalReason.TILES, f"tiles {self.tiles}")
         refusal = refuse_common(self)

@@ -14,9 +14,9 @@ from itertools import pairwise, product
 from typing import Any
 
 from dcp_decode.geometry import HEAD_TILE, Geometry
-from dcp_decode.kernels.sparse_config import EXCHANGES, MAX_GROUPS, MAX_TILES, SparseConfig
+from dcp_decode.kernels.sparse_config import EXCHANGE_CHUNKS, EXCHANGES, MAX_GROUPS, MAX_TILES, SparseConfig
 from dcp_decode.kernels.sparse_refusal import RefusalReason, SparseRefusal
-from dcp_decode.kernels.sparse_shared import SPLIT
+from dcp_decode.kernels.sparse_shared import BLOCK, SPLIT
 from dcp_decode.kernels.warpgroup_config import CHUNKS, SPLITS, WarpgroupConfig
 
 DecodeConfig = SparseConfig | WarpgroupConfig  # of any kernel that is a sparse decode
@@ -59,12 +59,12 @@ def waves(clusters: int, ctas: int) -> int:
     return -(-clusters // WAVE_OF_CLUSTERS[ctas])
 
 
-def tiles_wave(tiles: int, *times: tuple[int, float], groups: int = 1, **choices: Any) -> Wave:
-    """Of `SparseDcpDecode`."""
+def tiles_wave(tiles: int, *times: tuple[int, float], groups: int = 1, exchange: str = "partials") -> Wave:
+    """Of `SparseDcpDecode`, with the chunk that the keys ask for."""
 
     def layout(keys: int) -> Layout:
-        del keys
-        return partial(sparse_config, tiles=tiles, groups=groups, **choices)
+        chunk = exchange_chunk(keys, exchange, tiles)
+        return partial(sparse_config, tiles=tiles, groups=groups, exchange=exchange, chunk=chunk)
 
     return Wave(layout, HEAD_TILE * tiles * groups, SPLIT * groups, times)
 
@@ -79,24 +79,29 @@ def warpgroup_wave(head_rows: int, split: int, groups: int, *times: tuple[int, f
     return Wave(layout, head_rows * groups, split * groups, times)
 
 
-# For every architecture. Times of an H200, as those below: 96 heads, hot L2, graphs with dependent launch.
+# For every architecture. Times of an H200, as those below: 96 heads, hot L2, graphs with dependent launch. One key past
+# a chunk costs about what half a chunk does, so what was measured at 288 stands at 257.
 ANYWHERE = (
-    tiles_wave(1, (256, 5.2), (1024, 10.5), (2048, 17.5)),
-    tiles_wave(2, (256, 8.6), (2048, 27.0)),
+    tiles_wave(1, (256, 5.0), (257, 6.4), (512, 6.7), (1024, 10.4), (2048, 17.7)),
+    tiles_wave(2, (256, 8.6), (257, 10.5), (512, 10.8), (2048, 27.0)),
     tiles_wave(3, (256, 10.0), (2048, 35.0)),
 )
 MEASURED: dict[str, tuple[Wave, ...]] = {
     "sm_90a": (
         *ANYWHERE,
-        tiles_wave(1, (256, 4.05), exchange="probabilities", groups=2),
-        tiles_wave(1, (256, 4.3), exchange="probabilities"),
-        warpgroup_wave(16, 2, 3, (256, 6.05)),
-        warpgroup_wave(16, 2, 1, (256, 6.5)),
-        warpgroup_wave(16, 1, 3, (256, 7.3)),
-        warpgroup_wave(16, 1, 1, (256, 8.1)),
-        warpgroup_wave(32, 1, 1, (256, 10.7), (2048, 60.4)),
-        warpgroup_wave(16, 4, 2, (256, 5.2), (1024, 8.1), (2048, 13.8)),
-        warpgroup_wave(32, 8, 1, (1024, 10.2), (2048, 12.9)),
+        tiles_wave(1, (256, 4.0), (257, 5.1), (384, 5.2), (385, 6.1), (512, 6.1), exchange="probabilities", groups=2),
+        tiles_wave(1, (256, 4.3), (257, 5.3), (384, 5.7), (385, 6.7), (512, 6.7), exchange="probabilities"),
+        warpgroup_wave(8, 2, 2, (256, 5.1), (257, 5.7), (384, 6.0), (512, 7.0)),
+        warpgroup_wave(16, 4, 2, (256, 5.2), (257, 5.75), (384, 5.8), (512, 6.1), (1024, 8.15), (2048, 13.8)),
+        warpgroup_wave(32, 8, 1, (256, 8.7), (512, 8.6), (1024, 9.8), (2048, 13.0)),
+        warpgroup_wave(24, 4, 2, (256, 7.2), (384, 7.2), (512, 7.5)),
+        warpgroup_wave(16, 2, 2, (256, 5.8), (257, 6.55), (384, 7.0), (512, 7.95), (1024, 13.8), (2048, 26.0)),
+        warpgroup_wave(32, 4, 1, (256, 8.3), (384, 8.5), (512, 8.85), (1024, 11.8), (2048, 19.0)),
+        warpgroup_wave(16, 2, 1, (256, 6.55), (257, 7.45), (384, 8.0), (512, 9.0)),
+        warpgroup_wave(16, 1, 2, (256, 7.4), (257, 9.8), (384, 11.3), (512, 13.1), (1024, 24.9), (2048, 47.8)),
+        warpgroup_wave(24, 2, 1, (256, 7.7), (257, 8.95), (384, 9.4), (512, 11.1), (1024, 18.0), (2048, 31.8)),
+        warpgroup_wave(16, 1, 1, (256, 8.6), (257, 10.5), (384, 12.3), (512, 14.6)),
+        warpgroup_wave(32, 1, 1, (256, 11.2), (257, 13.9), (384, 15.6), (512, 18.2), (1024, 32.4), (2048, 60.8)),
     ),
 }
 
@@ -122,8 +127,23 @@ def decode_config(
 
 
 def expected_keys(geometry: Geometry, keys: int | None) -> int:
-    """Keys of a row that a rank may expect: those given, else an even share of the K."""
-    return -(-geometry.topk // geometry.dcp) if keys is None else keys
+    """Keys of a row that a rank may expect: those given, else an even share of the K and three standard deviations.
+
+    As many as that because each key may fall on any rank: half of the rows have more than their share on a rank.
+    """
+    if keys is not None:
+        return keys
+    topk, ranks = geometry.topk, geometry.dcp
+    return min(topk, -(-(topk + math.isqrt(9 * topk * (ranks - 1))) // ranks))
+
+
+def exchange_chunk(keys: int, exchange: str, tiles: int) -> int:
+    """Chunk of `SparseDcpDecode` for about so many keys of a row on a rank: the smallest that needs one round.
+
+    Several rounds, and several tiles, want the room for two buffers of small ones.
+    """
+    chunks = EXCHANGE_CHUNKS[exchange] if tiles == 1 else ()
+    return next((chunk for chunk in chunks if keys <= SPLIT * chunk), BLOCK)
 
 
 def sparse_config(
@@ -132,8 +152,8 @@ def sparse_config(
     """The tiles whose waves cost least, unless given, and any other choice of `SparseConfig`: for any architecture."""
     if tiles is None:
         tiles = _cheapest(ANYWHERE, batch, geometry.heads, OWN_KEYS).heads // HEAD_TILE
-    # Three tiles leave no room for a second key buffer.
-    defaults = {"buffers": 2 if tiles <= 2 else 1}
+    # Three tiles, or two blocks a chunk, leave no room for a second key buffer.
+    defaults = {"buffers": 2 if tiles <= 2 and choices.get("chunk", BLOCK) == BLOCK else 1}
     return SparseConfig(geometry, batch, push, tiles, **(defaults | choices))
 
 
@@ -166,8 +186,9 @@ def sparse_variants(
         for bulk in (False, True)
         for buffers in (2, 1)
     ]
-    one_tile = partial(SparseConfig, geometry, batch, push, exchange="probabilities")
-    exchanging += [one_tile(groups=groups, trigger="end") for groups in (1, MAX_GROUPS)]
+    one_tile = partial(sparse_config, geometry, batch, push, 1, exchange="probabilities", trigger="end")
+    chunks = EXCHANGE_CHUNKS["probabilities"]
+    exchanging += [one_tile(groups=groups, chunk=chunk) for groups in (1, MAX_GROUPS) for chunk in chunks]
     expected = expected_keys(geometry, keys)
     warpgroups = [
         WarpgroupConfig(geometry, batch, push, head_rows, split, fitting_chunk(expected, split), groups)

@@ -31,11 +31,11 @@ from dcp_decode.kernels.sparse_chunk import (
 )
 from dcp_decode.kernels.sparse_config import WARPS
 from dcp_decode.kernels.sparse_outputs import SparseOutputs
-from dcp_decode.kernels.sparse_shared import CHUNK, COLUMNS, ROW_PITCH, SPLIT
+from dcp_decode.kernels.sparse_shared import BLOCK, COLUMNS, ROW_PITCH, SPLIT
 
 WARPS_A_PEER = WARPS // SPLIT  # warps that hold one CTA's columns
 COMPUTE_THREADS = 32 * WARPS
-WARP_ROWS = CHUNK // WARPS  # keys that a warp gathers
+WARP_ROWS = BLOCK // WARPS  # keys that a warp gathers
 LANE_COLUMNS = 4  # of a merged row
 
 
@@ -67,15 +67,15 @@ class SparsePartials(SparseOutputs):
         next_index[0] = Int32(0)
         query = self.query_operands(worker)
         slab = worker.shared + config.partials_layout.scores
-        chunks = (keys + (CHUNK - 1)) // CHUNK
+        chunks = (keys + (BLOCK - 1)) // BLOCK
         if chunks > 1:
             next_index[0] = self.own_index(arguments, worker, Int32(1))
         for chunk in cutlass.range(chunks, unroll=1):
-            left = keys - chunk * CHUNK
+            left = keys - chunk * BLOCK
             if cutlass.const_expr(config.buffers == 2):  # noqa: SIM102 (a static and a dynamic condition)
                 # The other buffer is free: all its readers passed the first barrier of the previous chunk.
-                if left > CHUNK:
-                    self.gather_chunk(next_index[0], chunk + 1, left - CHUNK, arguments, worker)
+                if left > BLOCK:
+                    self.gather_chunk(next_index[0], chunk + 1, left - BLOCK, arguments, worker)
                     next_index[0] = self.own_index(arguments, worker, chunk + 2)
             self.wait_for_keys(chunk, worker)
             self.scores(query, chunk, slab, worker)
@@ -83,8 +83,8 @@ class SparsePartials(SparseOutputs):
             # Partial scores are complete, and the key buffer has been read.
             cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
             if cutlass.const_expr(config.buffers == 1):  # noqa: SIM102
-                if left > CHUNK:
-                    self.gather_chunk(next_index[0], chunk + 1, left - CHUNK, arguments, worker)
+                if left > BLOCK:
+                    self.gather_chunk(next_index[0], chunk + 1, left - BLOCK, arguments, worker)
                     next_index[0] = self.own_index(arguments, worker, chunk + 2)
             self.softmax(running_max, running_sum, left, slab, arguments, worker)
             # While other warps are still in the softmax.
@@ -126,7 +126,7 @@ class SparsePartials(SparseOutputs):
         if worker.thread == 0:
             self.expect_keys(chunk, keys, worker)
         self.gather_keys(index, chunk, keys, worker.warp * WARP_ROWS, WARP_ROWS, arguments, worker)
-        count = ptx.minimum_int32(keys, Int32(CHUNK))
+        count = ptx.minimum_int32(keys, Int32(BLOCK))
         padded = (count + (VALUE_STEP - 1)) // VALUE_STEP * VALUE_STEP
         for turn in cutlass.range_constexpr(VALUE_STEP // WARPS):
             missing = count + worker.warp + turn * WARPS
@@ -148,8 +148,8 @@ class SparsePartials(SparseOutputs):
         """P and rescale factor of this warp's head of every tile into shared memory."""
         layout = self.config.partials_layout
         for tile in cutlass.range_constexpr(self.config.tiles):
-            ((low, high, rescale),) = self.probabilities(
-                tile, running_max, running_sum, keys, arguments.scale_log2, slab, worker
+            (((low, high), rescale),) = self.probabilities(
+                1, tile, running_max, running_sum, keys, arguments.scale_log2, slab, worker
             )
             line = self.warp_line(tile, 0, worker)
             place = worker.shared + layout.probabilities + line * layout.probability_pitch

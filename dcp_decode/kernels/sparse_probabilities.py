@@ -1,7 +1,8 @@
 """The cluster's exchange of E4M3 probabilities: every CTA sums its own latent columns over all keys of the row.
 
-A round is 64 keys of each of the four CTAs. CTA s computes P of its own keys and sends the bytes (64 a head) and its
-running maximum to all CTAs; beside its own whole rows it gathers columns 128 s .. + 127 of all keys of the round:
+A round is a chunk of each of the four CTAs: 64 keys, or 128 in two blocks, so that one round serves rows of 256 or 512
+keys. CTA s computes P of its own keys and sends the bytes (64 a head and block) and its running maximum to all CTAs;
+beside its own whole rows it gathers columns 128 s .. + 127 of all keys of the round:
 
     keys of CTA s  --scores, softmax-->  P --st.async--> all CTAs
     columns of CTA s of all keys  --16-byte copies-->  values (8 compute warps, 16 columns each, FP32 registers)
@@ -16,10 +17,14 @@ The P of round i may overwrite those of round i - 2 in a peer: this CTA has rece
 it sent after its barrier of that round, and so after all of its warps had used round i - 2. A CTA without keys in the
 last round sends P of 0.
 
+A second block is computed together with the first, not after it: its scores, P and values take the same turns, in
+steps of 32 keys of a CTA. How many (`more_steps`: none up to 256 keys, one up to 384, else both) follows from the row's
+count, alike in all CTAs of a cluster, and each number has code of its own.
+
 Order of the sums, which makes the family: a CTA's values of a round are one chain of mma from zero at that CTA's
 running maximum; sum = w_c values_c + sum over the CTAs in order, w_c = exp2(max_c - M) at the largest maximum M so far.
-Statistics and their merge are those of the exchange of partials. So the LSE has the bits of family `seed`, and rows of
-one round (256 keys) have them in all columns.
+Statistics and their merge are those of the exchange of partials. So chunks of 64 give the LSE of family `seed`, and
+rows of up to 256 keys have its bits in all columns, with either chunk.
 """
 
 from __future__ import annotations
@@ -33,11 +38,11 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from dcp_decode.geometry import HEAD_TILE
 from dcp_decode.kernels import ptx
 from dcp_decode.kernels.sparse_arguments import COMPUTE, QUERY_STAGED, SparseArguments, Worker
-from dcp_decode.kernels.sparse_chunk import store_fp8_pair_shared
+from dcp_decode.kernels.sparse_chunk import VALUE_STEP, store_fp8_pair_shared
 from dcp_decode.kernels.sparse_config import COMPUTE_WARPS
-from dcp_decode.kernels.sparse_gather import ROUND_BITS, ROUND_KEYS
-from dcp_decode.kernels.sparse_shared import CHUNK, COLUMNS, SPLIT
-from dcp_decode.kernels.sparse_values import WARP_COLUMNS, SparseValues, head_offset
+from dcp_decode.kernels.sparse_gather import ROW_BLOCK
+from dcp_decode.kernels.sparse_shared import BLOCK, COLUMNS, SPLIT
+from dcp_decode.kernels.sparse_values import WARP_COLUMNS, SparseValues, State, head_offset
 
 COMPUTE_THREADS = 32 * COMPUTE_WARPS
 PIECE_BYTES = 16  # of one store of P or of output
@@ -52,16 +57,23 @@ class SparseProbabilities(SparseValues):
         """A compute warp: its part of the first keys, all rounds, outputs."""
         share = self.compute_share
         first_key, first_value = self.first_places(share, worker)
-        index = self.load_index(arguments, worker, Int32(0), first_key, share.keys)
-        row = self.load_shared_row(first_value, arguments, worker)
+        index = self.load_first_index(first_key, share, arguments, worker)
+        blocks = range(self.config.blocks)
+        rows = [self.load_shared_row(block, first_value, arguments, worker) for block in blocks]
         count = self.load_count(arguments, worker)
         keys = self.keys_of_cta(count, worker)
         if cutlass.const_expr(self.shares_copies):
             self.meet_peers()
-        self.gather_keys(index, Int32(0), keys, first_key, share.keys, arguments, worker, self.shares_copies)
-        if (worker.thread == 0) & (keys > 0):
-            self.expect_keys(Int32(0), keys, worker)
-        self.gather_shared_values(row, first_value, share.values, count, arguments, worker)
+        self.gather_first_keys(index, first_key, share, keys, arguments, worker)
+        for block in cutlass.range_constexpr(self.config.blocks):
+            if (worker.thread == 0) & (keys > block * BLOCK):
+                self.expect_keys(Int32(block), keys - block * BLOCK, worker)
+        if cutlass.const_expr(self.config.blocks > 1):  # noqa: SIM102 (a static and a dynamic condition)
+            if worker.thread == 0:
+                for parity in cutlass.range_constexpr(2):
+                    self.expect_probabilities(worker.barriers, parity, self.more_steps(count))
+        for block in cutlass.range_constexpr(self.config.blocks):
+            self.gather_shared_values(rows[block], block, first_value, share, count, arguments, worker)
         if cutlass.const_expr(not self.shares_copies):
             self.meet_peers()
         if count > 0:
@@ -78,24 +90,66 @@ class SparseProbabilities(SparseValues):
     def attend_probabilities(self, count: Int32, arguments: SparseArguments, worker: Worker) -> None:
         """All rounds of a row of count > 0, then its outputs."""
         config = self.config
-        sums = cute.make_rmem_tensor(8 * config.tiles, Float32)
-        largest = cute.make_rmem_tensor(2 * config.tiles, Float32)
-        running_max = cute.make_rmem_tensor(self.warp_heads * config.tiles, Float32)
-        running_sum = cute.make_rmem_tensor(self.warp_heads * config.tiles, Float32)
-        sums.fill(0.0)
-        largest.fill(-math.inf)
-        running_max.fill(-math.inf)
-        running_sum.fill(0.0)
+        state = State(
+            cute.make_rmem_tensor(8 * config.tiles, Float32),
+            cute.make_rmem_tensor(2 * config.tiles, Float32),
+            cute.make_rmem_tensor(self.warp_heads * config.tiles, Float32),
+            cute.make_rmem_tensor(self.warp_heads * config.tiles, Float32),
+        )
+        state.sums.fill(0.0)
+        state.largest.fill(-math.inf)
+        state.running_max.fill(-math.inf)
+        state.running_sum.fill(0.0)
         sums_kept, running_kept = 8 * config.tiles, 2 * config.tiles
-        self.keep(sums, 0, sums_kept, worker)
-        self.keep(running_sum, sums_kept, running_kept, worker)
-        rounds = (count + (ROUND_KEYS - 1)) >> ROUND_BITS
+        self.keep(state.sums, 0, sums_kept, worker)
+        self.keep(state.running_sum, sums_kept, running_kept, worker)
+        if cutlass.const_expr(config.tiles > 1):
+            self.attend_rounds(0, count, state, arguments, worker)
+        else:
+            self.attend_by_length(count, state, arguments, worker)
+        self.take(state.sums, 0, sums_kept, worker)
+        self.output(state.sums, arguments, worker._replace(row=ptx.grid_z()))
+
+    @cute.jit
+    def attend_by_length(self, count: Int32, state: State, arguments: SparseArguments, worker: Worker) -> None:
+        """Code of its own for each kind of row, so that the shorter ones run straight through theirs."""
+        if cutlass.const_expr(self.config.blocks == 1):
+            if count <= ROW_BLOCK:
+                self.attend_round(0, count, state, arguments, worker)
+            else:
+                self.attend_rounds(0, count, state, arguments, worker)
+        else:
+            more = self.more_steps(count)
+            if more == 0:
+                self.attend_round(0, count, state, arguments, worker)
+            elif more == 1:
+                self.attend_round(1, count, state, arguments, worker)
+            else:
+                self.attend_rounds(2, count, state, arguments, worker)
+
+    @cute.jit
+    def attend_round(
+        self, more_steps: cutlass.Constexpr, count: Int32, state: State, arguments: SparseArguments, worker: Worker
+    ) -> None:
+        """The one round of a short row."""
+        keys = self.keys_of_cta(count, worker)
+        slab = worker.shared + self.config.probabilities_layout.scores
+        first, rounds = Int32(0), Int32(1)
+        self.wait_for_query()
+        if keys > 0:
+            self.score_round(more_steps, first, keys, slab, worker)
+        cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
+        self.send_probabilities(more_steps, state, first, keys, slab, arguments, worker)
+        self.values_of_round(more_steps, state, first, rounds, worker)
+
+    @cute.jit
+    def attend_rounds(
+        self, more_steps: cutlass.Constexpr, count: Int32, state: State, arguments: SparseArguments, worker: Worker
+    ) -> None:
+        """Any number of rounds."""
+        rounds = self.rounds(count)
         for turn in cutlass.range(rounds + 1, unroll=1):
-            self.turn(
-                self.unseen(turn), rounds, count, sums, largest, running_max, running_sum, arguments, self.fresh(worker)
-            )
-        self.take(sums, 0, sums_kept, worker)
-        self.output(sums, arguments, worker._replace(row=ptx.grid_z()))
+            self.turn(more_steps, self.unseen(turn), rounds, count, state, arguments, self.fresh(worker))
 
     def fresh(self, worker: Worker) -> Worker:
         """The same worker, without what the compiler derived from its places before."""
@@ -104,25 +158,23 @@ class SparseProbabilities(SparseValues):
         )
 
     def unseen(self, value: Any) -> Any:
-        """The same int32; with several tiles the compiler may keep nothing of it in registers: it would spill."""
-        return value if self.config.tiles == 1 else ptx.opaque(value)
+        """The same int32; of several tiles or blocks the compiler may keep nothing derived from it: it would spill."""
+        return value if self.config.tiles == self.config.blocks == 1 else ptx.opaque(value)
 
     @cute.jit
     def turn(
         self,
+        more_steps: cutlass.Constexpr,
         turn: Int32,
         rounds: Int32,
         count: Int32,
-        sums: cute.Tensor,
-        largest: cute.Tensor,
-        running_max: cute.Tensor,
-        running_sum: cute.Tensor,
+        state: State,
         arguments: SparseArguments,
         worker: Worker,
     ) -> None:
         """Scores of round `turn`, where there is one, and values of the round before."""
         config = self.config
-        left = self.keys_of_cta(count, worker) - turn * CHUNK
+        left = self.keys_of_cta(count, worker) - turn * config.chunk
         slab = (
             worker.shared
             + config.probabilities_layout.scores
@@ -136,58 +188,74 @@ class SparseProbabilities(SparseValues):
             # As late as that: what precedes the first use of the query is done while it is on its way.
             self.wait_for_query()
         if left > 0:
-            self.score_round(turn, slab, worker)
+            self.score_round(more_steps, turn, left, slab, worker)
         if turn > 0:
-            self.values_of_round(sums, largest, running_max, running_sum, turn - 1, rounds, self.fresh(worker))
+            self.values_of_round(more_steps, state, turn - 1, rounds, self.fresh(worker))
         if turn < rounds:
             # The scores are complete; keys of this round and values of the one before have been used.
             cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
             if worker.thread == 0:
                 self.free_buffers(turn, worker)
-            self.send_probabilities(running_max, running_sum, turn, left, slab, arguments, self.fresh(worker))
+            self.send_probabilities(more_steps, state, turn, left, slab, arguments, self.fresh(worker))
 
-    def score_round(self, turn: Any, slab: Any, worker: Worker) -> None:
+    def score_round(self, more_steps: int, turn: Any, left: Any, slab: Any, worker: Worker) -> None:
         """Partial scores of the CTA's keys of a round; the query is unpacked while they are on their way."""
         query = self.query_operands(worker)
         ready = [word for operand in query or () for word in operand]
+        block = turn * self.config.blocks
         self.wait_for_keys(
-            turn, worker, ready, worker.shared + self.config.probabilities_layout.scratch + worker.thread * 4
+            block, worker, ready, worker.shared + self.config.probabilities_layout.scratch + worker.thread * 4
         )
-        self.scores(query, turn, slab, worker)
+        if more_steps:
+            self.wait_for_second_block(block + 1, left - BLOCK, worker)
+        self.scores(query, block, slab, worker, more_steps)
+
+    @cute.jit
+    def wait_for_second_block(self, block: Int32, left: Int32, worker: Worker) -> None:
+        """As `wait_for_keys`, of a block that need not have keys of this CTA."""
+        if left > 0:
+            self.wait_for_keys(block, worker)
 
     @cute.jit
     def free_buffers(self, turn: Int32, worker: Worker) -> None:
         """One thread: the gather warps may overwrite the keys of round `turn` and the values of the one before."""
-        layout = self.config.probabilities_layout
-        cute.arch.mbarrier_arrive(worker.barriers + (layout.keys_free_barrier(0) // 8 + self.buffer(turn)))
+        layout, blocks = self.config.probabilities_layout, self.config.blocks
+        for block in cutlass.range_constexpr(blocks):
+            slot = self.slot(turn * blocks + block)
+            cute.arch.mbarrier_arrive(worker.barriers + (layout.keys_free_barrier(0) // 8 + slot))
         if turn > 0:
-            cute.arch.mbarrier_arrive(worker.barriers + (layout.values_free_barrier(0) // 8 + self.buffer(turn - 1)))
+            for block in cutlass.range_constexpr(blocks):
+                slot = self.slot((turn - 1) * blocks + block)
+                cute.arch.mbarrier_arrive(worker.barriers + (layout.values_free_barrier(0) // 8 + slot))
 
     @cute.jit
     def send_probabilities(
         self,
-        running_max: cute.Tensor,
-        running_sum: cute.Tensor,
+        more_steps: cutlass.Constexpr,
+        state: State,
         number: Int32,
         left: Int32,
         slab: Int32,
         arguments: SparseArguments,
         worker: Worker,
     ) -> None:
-        """P of this warp's two heads of every tile to all CTAs, 16 bytes a lane, and their running maxima."""
+        """P of this warp's two heads of every tile to all CTAs, 16 bytes a lane and block, and their running maxima.
+
+        more_steps: 32-key steps of a second block.
+        """
         layout = self.config.probabilities_layout
-        heads = self.warp_heads
-        outgoing = worker.shared + layout.outgoing + worker.warp * (heads * CHUNK)
+        heads, blocks = self.warp_heads, 1 if more_steps == 0 else 2
+        outgoing = worker.shared + layout.outgoing + worker.warp * (heads * BLOCK)
         byte = self.probability_byte(worker)
-        self.take(running_sum, 8 * self.config.tiles, self.config.tiles * heads, worker)
+        self.take(state.running_sum, 8 * self.config.tiles, self.config.tiles * heads, worker)
         for tile in cutlass.range_constexpr(self.config.tiles):
-            place = outgoing + tile * (HEAD_TILE * CHUNK) + byte
+            place = outgoing + tile * (HEAD_TILE * BLOCK) + byte
             if left > 0:
-                self.store_probabilities(place, tile, running_max, running_sum, left, slab, arguments, worker)
+                self.store_probabilities(blocks, place, tile, state, left, slab, arguments, worker)
             else:
-                for member in cutlass.range_constexpr(heads):
-                    store_fp8_pair_shared(place + member * CHUNK, Float32(0.0), Float32(0.0))
-        self.keep(running_sum, 8 * self.config.tiles, self.config.tiles * heads, worker)
+                nothing = [([Float32(0.0)] * (2 * blocks), None)] * heads
+                self.store_pairs(nothing, place)
+        self.keep(state.running_sum, 8 * self.config.tiles, self.config.tiles * heads, worker)
         cute.arch.sync_warp()
         piece, cta, member = worker.lane % 4, worker.lane // 4 % SPLIT, worker.lane // 16
         parity = number & 1
@@ -195,33 +263,46 @@ class SparseProbabilities(SparseValues):
         barrier = remote + layout.probability_barrier(0) + parity * 8
         # Heads 2, 3 of every four have their two 32-byte halves swapped: no bank conflict for the readers.
         swizzled = (piece ^ (worker.warp * heads & 2)) * PIECE_BYTES
-        sender = parity * layout.probability_bytes + worker.split * (self.config.head_rows * CHUNK)
+        sender = parity * (self.config.blocks * layout.probability_bytes) + worker.split * layout.outgoing_bytes
         line = worker.warp * heads + member
-        destination = remote + layout.probabilities + sender + line * CHUNK + swizzled
+        destination = remote + layout.probabilities + sender + line * BLOCK + swizzled
         maxima = remote + layout.maxima + parity * layout.maxima_bytes + (line * SPLIT + worker.split) * 4
         for tile in cutlass.range_constexpr(self.config.tiles):
             first = tile * HEAD_TILE
-            words = ptx.load_shared(outgoing + (first + member) * CHUNK + piece * PIECE_BYTES, 4, Uint32)
-            ptx.store_async(destination + first * CHUNK, words, barrier)
+            own = outgoing + (first + member) * BLOCK + piece * PIECE_BYTES
+            words = ptx.load_shared(own, 4, Uint32)
+            ptx.store_async(destination + first * BLOCK, words, barrier)
             if piece == 0:
-                maximum = ptx.select_less(member, Int32(1), running_max[tile * heads], running_max[tile * heads + 1])
+                both = [state.running_max[tile * heads + index] for index in range(2)]
+                maximum = ptx.select_less(member, Int32(1), *both)
                 ptx.store_async(maxima + first * (SPLIT * 4), [maximum], barrier)
+            if cutlass.const_expr(more_steps > 0):  # noqa: SIM102 (a static and a dynamic condition)
+                if piece * PIECE_BYTES < more_steps * VALUE_STEP:
+                    words = ptx.load_shared(own + layout.outgoing_bytes, 4, Uint32)
+                    ptx.store_async(destination + first * BLOCK + layout.probability_bytes, words, barrier)
 
     def store_probabilities(
         self,
+        blocks: int,
         place: Any,
         tile: int,
-        running_max: Any,
-        running_sum: Any,
+        state: State,
         left: Any,
         slab: Any,
         arguments: SparseArguments,
         worker: Worker,
     ) -> None:
         """P of this warp's two heads of a tile; `place`: of a lane's bytes of the first."""
-        results = self.probabilities(tile, running_max, running_sum, left, arguments.scale_log2, slab, worker)
-        for member, (low, high, _) in enumerate(results):
-            store_fp8_pair_shared(place + member * CHUNK, low, high)
+        scale_log2 = arguments.scale_log2
+        results = self.probabilities(blocks, tile, state.running_max, state.running_sum, left, scale_log2, slab, worker)
+        self.store_pairs(results, place)
+
+    def store_pairs(self, results: list[tuple[list[Any], Any]], place: Any) -> None:
+        """`probabilities`' results as bytes on their way to all CTAs."""
+        for member, (own, _) in enumerate(results):
+            for block in range(len(own) // 2):
+                place_of_block = place + member * BLOCK + block * self.config.probabilities_layout.outgoing_bytes
+                store_fp8_pair_shared(place_of_block, own[2 * block], own[2 * block + 1])
 
     @cute.jit
     def output(self, sums: cute.Tensor, arguments: SparseArguments, worker: Worker) -> None:

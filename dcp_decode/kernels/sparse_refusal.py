@@ -21,7 +21,7 @@ class RefusalReason(enum.Enum):
     HEAD_ROWS = "heads of a CTA must be a multiple of 8, at most 32"
     SPLIT = "CTAs of a cluster must be 1, 2, 4 or 8"
     GROUPS = "head groups of a cluster must divide those of a row, and with its CTAs a key be at most 8 CTAs"
-    CHUNK = "keys of a chunk must be 64, 128 or 256"
+    CHUNK = "the kernel has no chunks of so many keys"
     SHARED_MEMORY = "a CTA of this many heads and keys needs more shared memory than the GPU has"
     BATCH = "batch rows must be between 1 and the mailbox capacity"
     WIDTH = f"the top-k width must be between 1 and {MAX_TOPK}"

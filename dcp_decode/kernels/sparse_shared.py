@@ -1,6 +1,6 @@
 """Where the sparse decode kernel keeps what: byte offsets in the dynamic shared memory of a CTA, for both exchanges.
 
-t head tiles, b key buffers; offsets are multiples of 128. Exchange of partials:
+t head tiles, b buffers of a chunk of c blocks (64 keys); offsets are multiples of 128. Exchange of partials, c = 1:
 
     barriers     128 B              mbarriers, abort flag and use number of the query words
     statistics   4 x 16t x 8        (max, sum) of every CTA and head, FP32
@@ -16,20 +16,22 @@ t head tiles, b key buffers; offsets are multiples of 128. Exchange of partials:
 Exchange of probabilities:
 
     barriers, statistics            as above
-    maxima       2 x 16t x 4 x 4    FP32 running max of every CTA, two rounds
-    P            2 x 4 x 16t x 64   E4M3 of every CTA, two rounds
-    outgoing     16t x 64           E4M3, this CTA's P on its way
+    maxima       2 x 16t x 4 x 4          FP32 running max of every CTA, two rounds
+    P            2 x c x 4 x 16t x 64     E4M3 of every CTA, two rounds
+    outgoing     c x 16t x 64             E4M3, this CTA's P on its way
     query        16t x 592
-    values       b x 4 x 64 x 144   this CTA's 128 columns of every CTA's keys
-    keys         b x 64 x 592                                         ] after the last round the CTA's columns of
-    scores       s x 4 x 16t x 320  two slabs where they fit          ] all heads, FP32
-    kept         32 KiB             registers of 3 tiles between the rounds
-    scratch      1 KiB              of one tile: see `ptx.wait_barrier`
+    values       b x c x 4 x 64 x 144     this CTA's 128 columns of every CTA's keys
+    keys         b x c x 64 x 592                                   ] after the last round the CTA's columns of
+    scores       s x 4 x 16t x (256 c + 64)  two slabs where they fit  ] all heads, FP32
+    kept         32 KiB                   registers of 3 tiles between the rounds
+    scratch      1 KiB                    of one tile: see `ptx.wait_barrier`
+
+    total        135,808 / 211,328 for 1 tile and 1 / 2 buffers; 220,544 for 1 tile and a chunk of two blocks
 
 * A row pitch of 592 = 37 x 16 bytes makes ldmatrix conflict-free and stays aligned for 16-byte bulk copies; a values
   row is an odd number of 16-byte pieces too.
-* The pitches 320 (scores), 96 (P) and 576 (inbox) are 16, 24 and 16 words modulo the 32 banks: the vector accesses of
-  a quarter or half warp, which span 2 or 4 rows, meet no conflict. P of 64 bytes a head is swizzled instead.
+* The pitches 320 or 576 (scores), 96 (P) and 576 (inbox) are 16, 24 and 16 words modulo the 32 banks: vector accesses
+  of a quarter or half warp, which span 2 or 4 rows, meet no conflict. P of 64 bytes a head is swizzled instead.
 * The inbox holds only the peers' partials: the CTA's own stay in the overlay, as do those staged for bulk copies.
   That is what lets three tiles fit; four would need 264 KB of the 227 KB.
 """
@@ -41,10 +43,9 @@ from dataclasses import dataclass
 from dcp_decode import numerics
 from dcp_decode.geometry import HEAD_TILE
 
-CHUNK = 64  # keys of a CTA between two updates of the running maximum
+BLOCK = 64  # keys of a CTA in one buffer; a chunk, between two updates of the running maximum, has one or two
 DEPTHS = 4  # parts of the 576 bytes whose partial scores different warps hold
 ROW_PITCH = numerics.ROW_BYTES + 16
-SCORE_PITCH = (CHUNK + 16) * 4
 MAX_SHARED_BYTES = 227 * 1024  # of one CTA on sm_90a, sm_100a and sm_103a
 BARRIERS_BYTES = 128
 SPLIT = 4  # CTAs of a cluster: key j of a row goes to CTA j % SPLIT
@@ -61,6 +62,7 @@ class SharedLayout:
 
     tiles: int
     buffers: int
+    blocks: int = 1  # of a chunk
 
     # An mbarrier of the inbox or the statistics, one a key buffer, those of the layouts; then words of the query warps.
     inbox_barrier = 0
@@ -71,9 +73,14 @@ class SharedLayout:
     def head_rows(self) -> int:
         return HEAD_TILE * self.tiles
 
+    @property
+    def slots(self) -> int:
+        """Key buffers of a block."""
+        return self.buffers * self.blocks
+
     @staticmethod
-    def key_barrier(buffer: int) -> int:
-        return 8 * (1 + buffer)
+    def key_barrier(slot: int) -> int:
+        return 8 * (1 + slot)
 
     @property
     def statistics(self) -> int:  # (SPLIT, head_rows) of (max, sum), FP32
@@ -88,7 +95,7 @@ class SharedLayout:
         raise NotImplementedError
 
     @property
-    def keys(self) -> int:  # (buffers, CHUNK, 576) E4M3, rows of ROW_PITCH bytes
+    def keys(self) -> int:  # (slots, BLOCK, 576) E4M3, rows of ROW_PITCH bytes
         raise NotImplementedError
 
     @property
@@ -101,15 +108,19 @@ class SharedLayout:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of the (DEPTHS, head_rows, CHUNK) FP32 partial scores, rows of SCORE_PITCH bytes."""
-        return DEPTHS * self.head_rows * SCORE_PITCH
+        """Bytes of the (DEPTHS, head_rows, blocks, BLOCK) FP32 partial scores, rows of `score_pitch` bytes."""
+        return DEPTHS * self.head_rows * self.score_pitch
+
+    @property
+    def score_pitch(self) -> int:
+        return (self.blocks * BLOCK + 16) * 4
 
 
 @dataclass(frozen=True)
 class PartialsLayout(SharedLayout):
     """Exchange of FP32 partials."""
 
-    probability_pitch = CHUNK + 32
+    probability_pitch = BLOCK + 32
     partial_pitch = COLUMNS * 4 + 64
 
     @property
@@ -122,7 +133,7 @@ class PartialsLayout(SharedLayout):
         return self.after_statistics
 
     @property
-    def probabilities(self) -> int:  # (head_rows, CHUNK) E4M3
+    def probabilities(self) -> int:  # (head_rows, BLOCK) E4M3
         return aligned(self.rescale + self.head_rows * 4)
 
     @property
@@ -130,12 +141,12 @@ class PartialsLayout(SharedLayout):
         return aligned(self.probabilities + self.head_rows * self.probability_pitch)
 
     @property
-    def keys(self) -> int:  # (buffers, CHUNK, 576) E4M3, rows of ROW_PITCH bytes
+    def keys(self) -> int:  # (slots, BLOCK, 576) E4M3, rows of ROW_PITCH bytes
         return aligned(self.query + self.head_rows * ROW_PITCH)
 
     @property
     def scores(self) -> int:
-        return aligned(self.keys + self.buffers * CHUNK * ROW_PITCH)
+        return aligned(self.keys + self.slots * BLOCK * ROW_PITCH)
 
     @property
     def inbox(self) -> int:  # (SPLIT - 1, head_rows, COLUMNS) FP32, rows of `partial_pitch` bytes
@@ -165,23 +176,23 @@ class ProbabilitiesLayout(SharedLayout):
 
     value_pitch = COLUMNS + 16
     output_pitch = COLUMNS * 4 + 64
-    value_bytes = SPLIT * CHUNK * value_pitch  # of one round
+    value_bytes = SPLIT * BLOCK * value_pitch  # of one block
 
     @staticmethod
-    def value_barrier(buffer: int) -> int:
-        return 8 * (3 + buffer)
+    def value_barrier(slot: int) -> int:
+        return 8 * (3 + slot)
 
     @staticmethod
     def probability_barrier(parity: int) -> int:
         return 8 * (5 + parity)
 
     @staticmethod
-    def keys_free_barrier(buffer: int) -> int:
-        return 8 * (7 + buffer)
+    def keys_free_barrier(slot: int) -> int:
+        return 8 * (7 + slot)
 
     @staticmethod
-    def values_free_barrier(buffer: int) -> int:
-        return 8 * (9 + buffer)
+    def values_free_barrier(slot: int) -> int:
+        return 8 * (9 + slot)
 
     @property
     def maxima(self) -> int:  # (2, head_rows, SPLIT) FP32
@@ -193,33 +204,38 @@ class ProbabilitiesLayout(SharedLayout):
         return self.head_rows * SPLIT * 4
 
     @property
-    def probabilities(self) -> int:  # (2, SPLIT, head_rows, CHUNK) E4M3, swizzled
+    def probabilities(self) -> int:  # (2, blocks, SPLIT, head_rows, BLOCK) E4M3, swizzled
         return aligned(self.maxima + 2 * self.maxima_bytes)
 
     @property
     def probability_bytes(self) -> int:
-        """Of one round."""
-        return SPLIT * self.head_rows * CHUNK
+        """Of one block of all CTAs."""
+        return SPLIT * self.outgoing_bytes
 
     @property
-    def outgoing(self) -> int:  # (head_rows, CHUNK) E4M3
-        return self.probabilities + 2 * self.probability_bytes
+    def outgoing(self) -> int:  # (blocks, head_rows, BLOCK) E4M3
+        return self.probabilities + 2 * self.blocks * self.probability_bytes
+
+    @property
+    def outgoing_bytes(self) -> int:
+        """Of one block."""
+        return self.head_rows * BLOCK
 
     @property
     def query(self) -> int:  # (head_rows, 576) E4M3, rows of ROW_PITCH bytes
-        return aligned(self.outgoing + self.head_rows * CHUNK)
+        return aligned(self.outgoing + self.blocks * self.outgoing_bytes)
 
     @property
-    def values(self) -> int:  # (buffers, SPLIT, CHUNK, COLUMNS) E4M3, rows of `value_pitch` bytes
+    def values(self) -> int:  # (slots, SPLIT, BLOCK, COLUMNS) E4M3, rows of `value_pitch` bytes
         return aligned(self.query + self.head_rows * ROW_PITCH)
 
     @property
-    def keys(self) -> int:  # (buffers, CHUNK, 576) E4M3, rows of ROW_PITCH bytes
-        return aligned(self.values + self.buffers * self.value_bytes)
+    def keys(self) -> int:  # (slots, BLOCK, 576) E4M3, rows of ROW_PITCH bytes
+        return aligned(self.values + self.slots * self.value_bytes)
 
     @property
-    def scores(self) -> int:  # (slabs, DEPTHS, head_rows, CHUNK) FP32
-        return aligned(self.keys + self.buffers * CHUNK * ROW_PITCH)
+    def scores(self) -> int:  # (slabs, DEPTHS, head_rows, blocks, BLOCK) FP32
+        return aligned(self.keys + self.slots * BLOCK * ROW_PITCH)
 
     @property
     def slabs(self) -> int:

@@ -5,7 +5,7 @@ A compute warp has 16 columns, and FP32 sums of them in registers; the order of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -15,63 +15,95 @@ from dcp_decode.kernels import ptx
 from dcp_decode.kernels.sparse_arguments import Worker
 from dcp_decode.kernels.sparse_chunk import VALUE_STEP, probability_operands, transposed_values
 from dcp_decode.kernels.sparse_config import COMPUTE_WARPS
-from dcp_decode.kernels.sparse_gather import SparseGather
+from dcp_decode.kernels.sparse_gather import ROW_BLOCK, ROW_STEP, SparseGather
 from dcp_decode.kernels.sparse_outputs import SparseOutputs
-from dcp_decode.kernels.sparse_shared import CHUNK, COLUMNS, SPLIT
+from dcp_decode.kernels.sparse_shared import BLOCK, COLUMNS, SPLIT
 
 WARP_COLUMNS = COLUMNS // COMPUTE_WARPS  # what one ldmatrix.trans of bytes covers
 assert WARP_COLUMNS == 16
+BLOCK_STEPS = range(BLOCK // VALUE_STEP)
+
+
+class State(NamedTuple):
+    """What a compute warp keeps over the rounds of a row, FP32 registers.
+
+    sums: (tiles, 2 parities, 4) of m16n8, [0], [1] head g, [2], [3] head g + 8, columns 4 q + parity and + 2 of the
+    warp's 16. largest: (tiles, 2) maxima M of heads g, g + 8 that they are scaled to. running_max, running_sum:
+    `SparseChunk.probabilities`'.
+    """
+
+    sums: Any
+    largest: Any
+    running_max: Any
+    running_sum: Any
+
+
+class Places(NamedTuple):
+    """A lane's addresses in a block: values and P of CTA 0, head g, and the maxima of head g.
+
+    swap: 32 where the two 32-byte halves of P are swapped (`send_probabilities`), else 0.
+    """
+
+    values: Any
+    probabilities: Any
+    maxima: Any
+    swap: Any
 
 
 class SparseValues(SparseGather, SparseOutputs):
     """P . V of a round, for the compute warps of `SparseProbabilities`."""
 
-    @property
-    def probability_tx(self) -> int:
-        """Bytes that the barrier of a round counts: P and maximum of every head of every CTA."""
-        return SPLIT * self.config.head_rows * (CHUNK + 4)
+    def expect_probabilities(self, barriers: Any, parity: Any, more_steps: Any) -> None:
+        """One thread: arm a round's barrier for P and maximum of every head of every CTA."""
+        layout = self.config.probabilities_layout
+        barrier = barriers + (layout.probability_barrier(0) // 8 + parity)
+        step_bytes = layout.probability_bytes // len(BLOCK_STEPS)
+        expected = layout.maxima_bytes + layout.probability_bytes + more_steps * step_bytes
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, expected)
+
+    def more_steps(self, count: Any) -> Any:
+        """32-key steps that the rounds of a row of `count` keys have in their second block: 0, 1 or 2."""
+        more = (count - ROW_BLOCK + (ROW_STEP - 1)) >> (ROW_STEP.bit_length() - 1)
+        return ptx.minimum_int32(ptx.maximum_int32(more, Int32(0)), Int32(len(BLOCK_STEPS)))
 
     @cute.jit
     def values_of_round(
-        self,
-        sums: cute.Tensor,
-        largest: cute.Tensor,
-        running_max: cute.Tensor,
-        running_sum: cute.Tensor,
-        number: Int32,
-        rounds: Int32,
-        worker: Worker,
+        self, more_steps: cutlass.Constexpr, state: State, number: Int32, rounds: Int32, worker: Worker
     ) -> None:
-        """sums += w_c P_c . V_c over the CTAs; before it waits for P, the last round sends the statistics.
-
-        sums: (tiles, 2 parities, 4) FP32 of m16n8, [0], [1] head g, [2], [3] head g + 8, columns 4 q + parity and + 2
-        of the warp's 16. largest: (tiles, 2) maxima M of heads g, g + 8 that they are scaled to.
-        """
+        """sums += w_c P_c . V_c over the CTAs; before it waits for P, the last round sends the statistics."""
         layout = self.config.probabilities_layout
-        buffer, parity = self.buffer(number), number & 1
-        ptx.wait_barrier(worker.shared + layout.value_barrier(0) + buffer * 8, self.phase(number))
-        values = worker.shared + layout.values + buffer * layout.value_bytes
-        values = values + worker.lane * layout.value_pitch + worker.warp * WARP_COLUMNS
+        parity = number & 1
+        values = self.wait_for_values(number * self.config.blocks, worker)
         early = self.early_values(values)
         if number + 1 == rounds:
-            self.send_statistics(running_max, running_sum, worker)
+            self.send_statistics(state.running_max, state.running_sum, worker)
         self.wait_for_probabilities(number, early, worker)
         if (worker.thread == 0) & (number + 2 < rounds):
-            barrier = worker.barriers + (layout.probability_barrier(0) // 8 + parity)
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.probability_tx)
+            self.expect_probabilities(worker.barriers, parity, more_steps)
         head = worker.lane // 4
         maxima = worker.shared + layout.maxima + parity * layout.maxima_bytes + head * (SPLIT * 4)
-        self.take(sums, 0, 8 * self.config.tiles, worker)
-        running = [self.rescale_sums(sums, largest, tile, maxima) for tile in range(self.config.tiles)]
+        self.take(state.sums, 0, 8 * self.config.tiles, worker)
+        running = [self.rescale_sums(state, tile, maxima) for tile in range(self.config.tiles)]
         # Where `send_probabilities` put the two 32-byte halves of a head.
         swap = head // 2 % 2 * VALUE_STEP
-        line = worker.shared + layout.probabilities + parity * layout.probability_bytes + head * CHUNK
-        line = line + worker.lane % 4 * 8
+        line = worker.shared + layout.probabilities + parity * (self.config.blocks * layout.probability_bytes)
+        line = line + head * BLOCK + worker.lane % 4 * 8
+        places = Places(values, line, maxima, swap)
+        if cutlass.const_expr(more_steps > 0):
+            self.wait_for_values(number * self.config.blocks + 1, worker)
         at_once = self.ctas_at_once
         for first in cutlass.range_constexpr(0, SPLIT, at_once):
             ctas = range(first, first + at_once)
-            self.values_of_ctas(sums, largest, early, values, ctas, self.kept(running), maxima, line, swap)
-        self.keep(sums, 0, 8 * self.config.tiles, worker)
+            self.values_of_ctas(more_steps, state, early, places, ctas, self.kept(running, more_steps))
+        self.keep(state.sums, 0, 8 * self.config.tiles, worker)
+
+    def wait_for_values(self, block: Any, worker: Worker) -> Any:
+        """Until the values of a block are in their buffer; a lane's address in those of CTA 0."""
+        layout = self.config.probabilities_layout
+        slot = self.slot(block)
+        ptx.wait_barrier(worker.shared + layout.value_barrier(0) + slot * 8, self.phase(block))
+        values = worker.shared + layout.values + slot * layout.value_bytes
+        return values + worker.lane * layout.value_pitch + worker.warp * WARP_COLUMNS
 
     def keep(self, registers: Any, first: int, count: int, worker: Worker) -> None:
         """Three tiles keep FP32 registers in shared memory between their uses: words `first` .. of a lane."""
@@ -104,33 +136,33 @@ class SparseValues(SparseGather, SparseOutputs):
         """
         return [self.value_operands(place, cta) for cta in range(self.ctas_at_once if self.config.tiles == 1 else 0)]
 
-    def value_operands(self, place: Any, cta: int) -> list[Any]:
-        """f16 operands [2 steps][2 parities][2 mma] of one CTA's keys; `place`: a lane's address in those of CTA 0."""
-        rows = [cta * CHUNK + step * VALUE_STEP for step in range(2)]
+    def value_operands(self, place: Any, cta: int, steps: range = BLOCK_STEPS) -> list[Any]:
+        """f16 operands [steps][2 parities][2 mma] of one CTA's keys; `place`: a lane's address in those of CTA 0."""
+        rows = [cta * BLOCK + step * VALUE_STEP for step in steps]
         pitch = self.config.probabilities_layout.value_pitch
         words = [ptx.load_matrices(place + row * pitch, 4, transposed=True) for row in rows]
         return [transposed_values(step_words) for step_words in words]
 
-    def rescale_sums(self, sums: Any, largest: Any, tile: int, maxima: Any) -> list[list[Any]]:
+    def rescale_sums(self, state: State, tile: int, maxima: Any) -> list[list[Any]]:
         """Take a tile's sums to the largest maximum so far; returns the CTAs' maxima of heads g, g + 8.
 
         maxima: a lane's address of those of head g.
         """
         running = [ptx.load_shared(maxima + head_offset(tile, half) * (SPLIT * 4), SPLIT) for half in range(2)]
         for half in range(2):
-            before = largest[tile * 2 + half]
+            before = state.largest[tile * 2 + half]
             after = before
             for maximum in running[half]:
                 after = ptx.maximum(after, maximum)
             factor = ptx.exp2(ptx.add(before, -after))
-            largest[tile * 2 + half] = after
+            state.largest[tile * 2 + half] = after
             for element in elements(tile, half):
-                sums[element] = ptx.multiply(sums[element], factor)
+                state.sums[element] = ptx.multiply(state.sums[element], factor)
         return running
 
-    def kept(self, running: Any) -> Any:
-        """What one tile keeps in registers and several load again."""
-        return running if self.config.tiles == 1 else None
+    def kept(self, running: Any, more_steps: int) -> Any:
+        """What one tile keeps in registers; several, and whole second blocks, load it again."""
+        return running if self.config.tiles == 1 and more_steps < 2 else None
 
     @property
     def ctas_at_once(self) -> int:
@@ -138,39 +170,39 @@ class SparseValues(SparseGather, SparseOutputs):
         return 2 if self.config.tiles == 1 else 1
 
     def values_of_ctas(
-        self,
-        sums: Any,
-        largest: Any,
-        early: Any,
-        place: Any,
-        ctas: range,
-        running: Any,
-        maxima: Any,
-        line: Any,
-        swap: Any,
+        self, more_steps: int, state: State, early: Any, places: Places, ctas: range, running: Any
     ) -> None:
-        """sums += w_c P_c . V_c of some CTAs, in order; `line`: a lane's address in P of CTA 0, head g."""
-        values = {cta: early[cta] if cta < len(early) else self.value_operands(place, cta) for cta in ctas}
+        """The same for some CTAs, in order."""
+        layout = self.config.probabilities_layout
+        values = {cta: early[cta] if cta < len(early) else self.value_operands(places.values, cta) for cta in ctas}
         for tile in range(self.config.tiles):
             current = {(cta, column): [Float32(0.0)] * 4 for cta in ctas for column in range(2)}
-            for step, offset in enumerate((swap, VALUE_STEP - swap)):
-                heads = line + tile * (HEAD_TILE * CHUNK) + offset
-                sender = self.config.head_rows * CHUNK
-                operands = {cta: probability_operands(heads + cta * sender, CHUNK) for cta in ctas}
+            for step in range(2 + more_steps):
+                block, within = divmod(step, len(BLOCK_STEPS))
+                if block:  # loaded late, or they would take too many registers
+                    later = places.values + block * layout.value_bytes
+                    own = {cta: self.value_operands(later, cta, range(within, within + 1))[0] for cta in ctas}
+                else:
+                    own = {cta: values[cta][within] for cta in ctas}
+                offset = VALUE_STEP - places.swap if within else places.swap
+                heads = places.probabilities + tile * (HEAD_TILE * BLOCK) + offset + block * layout.probability_bytes
+                sender = layout.outgoing_bytes
+                operands = {cta: probability_operands(heads + cta * sender, BLOCK) for cta in ctas}
                 for half_step in range(2):
                     for cta, column in current:
-                        value = values[cta][step][column][half_step]
+                        value = own[cta][column][half_step]
                         current[cta, column] = ptx.mma_f16(operands[cta][half_step], value, current[cta, column])
             for cta in ctas:
                 for half in range(2):
                     if running:
                         maximum = running[tile][half][cta]
                     else:
-                        maximum = ptx.load_shared(maxima + head_offset(tile, half) * (SPLIT * 4) + cta * 4, 1)[0]
-                    weight = ptx.exp2(ptx.add(maximum, -largest[tile * 2 + half]))
+                        place = places.maxima + head_offset(tile, half) * (SPLIT * 4) + cta * 4
+                        maximum = ptx.load_shared(place, 1)[0]
+                    weight = ptx.exp2(ptx.add(maximum, -state.largest[tile * 2 + half]))
                     for element in elements(tile, half):
                         value = current[cta, element // 4 % 2][element % 4]
-                        sums[element] = ptx.multiply_add(weight, value, sums[element])
+                        state.sums[element] = ptx.multiply_add(weight, value, state.sums[element])
 
 
 def elements(tile: int, half: int) -> list[int]:

@@ -91,7 +91,7 @@ class WarpgroupConfig:
         if self.split not in SPLITS:
             return SparseRefusal(RefusalReason.SPLIT, f"CTAs {self.split}")
         if self.chunk not in CHUNKS:
-            return SparseRefusal(RefusalReason.CHUNK, f"keys {self.chunk}")
+            return SparseRefusal(RefusalReason.CHUNK, f"keys {self.chunk}, must be {' or '.join(map(str, CHUNKS))}")
         if self.groups < 1 or self.split * self.groups > MAX_CLUSTER:
             return SparseRefusal(RefusalReason.GROUPS, f"CTAs {self.split}, head groups {self.groups}")
         refusal = refuse_common(self)

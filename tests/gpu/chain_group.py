@@ -12,13 +12,15 @@ from dcp_decode.kernels.chain_config import chain_config
 from dcp_decode.kernels.launch import run_chain
 from dcp_decode.mailbox import Mailbox, Section, Stage
 
+DECODE = {"exchange": "probabilities", "chunk": 128}  # of a chain in a run
+
 
 class ChainGroup(StageGroup):
     """A group that runs a use as fused chains, every rank on a stream of its own; stages are still there to compare."""
 
     def __init__(self, geometry: Geometry, batch: int, poison: bool = True, **choices) -> None:
-        super().__init__(geometry, batch, True, poison, **({"exchange": "probabilities"} | choices))
-        self.chain_kernel = compile_chain(chain_config(geometry, batch, **choices))
+        super().__init__(geometry, batch, True, poison, **(DECODE | choices))
+        self.chain_kernel = compile_chain(chain_config(geometry, batch, **(DECODE | choices)))
         self.streams = [torch.cuda.Stream() for _ in self.mailboxes]
 
     def launch(self, rank: int, inputs: GroupInputs, deadline: int = DEADLINE_NANOSECONDS) -> None:

@@ -1,6 +1,6 @@
 """Small uses of the kernels for compute-sanitizer, two rows, one empty: `sanitize_case.py [CASE]`.
 
-all: both routes, the fused chain, and the warpgroup decode but for the other case.
+all: both routes, the fused chain, two blocks of keys in a round, and the warpgroup decode but for the other case.
 multicast: the warpgroup decode where head groups copy a later chunk of keys for each other, an order between CTAs that
 racecheck does not know (`sanitizers`).
 """
@@ -20,8 +20,12 @@ from sparse_rank import SparseRank, make_inputs
 from stage_group import StageGroup, make_group_inputs
 
 from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.sparse_layout import DecodeConfig, sparse_config
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
 
+GEOMETRY = Geometry(capacity=2, topk=512)
+# Two blocks of keys in the one round of a row: half of the second, and all of it.
+TWO_BLOCKS = sparse_config(GEOMETRY, 2, tiles=1, exchange="probabilities", groups=2, chunk=128)
 Size = tuple[int, int, int, int]  # heads of a CTA, CTAs of a row's keys, keys of a chunk, head groups
 # No cluster: four, two and one warpgroup a tile of keys, several chunks; an inbox over the keys; one beside them with
 # partial scores; keys copied once for three CTAs, and for two beside peers with other keys.
@@ -55,15 +59,14 @@ def run_stages() -> None:
     assert torch.equal(chain.merged[3].view(torch.int16), pushed.merged[3].view(torch.int16))
 
 
-def run_warpgroups(sizes: tuple[tuple[Size, int], ...]) -> None:
-    """One use of every size, of a row with so many keys and an empty one."""
-    geometry = Geometry(capacity=2, topk=320)
-    for size, keys in sizes:
-        ranks = SparseRank(geometry, 3)
-        inputs = make_inputs(geometry, [keys, 0], seed=2, cache_rows=512)
+def run_decodes(decodes: list[tuple[DecodeConfig, int]]) -> None:
+    """One use of each, of a row with so many keys and an empty one."""
+    for config, keys in decodes:
+        ranks = SparseRank(GEOMETRY, 3)
+        inputs = make_inputs(GEOMETRY, [keys, 0], seed=2, cache_rows=512)
         ranks.put_query(inputs.query)
         torch.cuda.synchronize()
-        ranks.launch(WarpgroupConfig(geometry, 2, True, *size), inputs)
+        ranks.launch(config, inputs)
         torch.cuda.synchronize()
         outputs = ranks.take_partials(2)
         assert ranks.query_is_armed()
@@ -74,10 +77,13 @@ def main() -> None:
     case = sys.argv[1] if len(sys.argv) > 1 else "all"
     faulthandler.dump_traceback_later(50, exit=True)
     has_wgmma = torch.cuda.get_device_capability()[0] == 9
+    sizes = MULTICAST
     if case == "all":
         run_stages()
+        run_decodes([(TWO_BLOCKS, 300), (TWO_BLOCKS, 500)])
+        sizes = SIZES
     if has_wgmma:
-        run_warpgroups(SIZES if case == "all" else MULTICAST)
+        run_decodes([(WarpgroupConfig(GEOMETRY, 2, True, *size), keys) for size, keys in sizes])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dcp_decode.mailbox import CONTROL_BYTES, RECORD_FIELDS, Stage
 from dcp_decode.needle import STRAY_BYTE, build_needle, check_needle, check_needle_lse
 
 SHORT_DEADLINE_NANOSECONDS = 200_000_000  # of a wait for a word that never comes
-EDGE_COUNTS = [0, 1, 31, 32, 33, 255, 256, 257, 2048, 0, 2, 3, 64, 65, 129, 300]
+EDGE_COUNTS = [0, 1, 31, 32, 33, 255, 256, 257, 2048, 0, 2, 3, 64, 65, 129, 300, 384, 385, 512, 513]
 ROUTES = pytest.mark.parametrize("push", [True, False], ids=["push", "local"])
 NAN_BYTES = pytest.mark.parametrize("nan_byte", [0x7F, 0xFF], ids=["positive", "negative"])
 NEEDLE_COUNTS = pytest.mark.parametrize("count", [1, 31, 33, 256, 257, 511, 2048])

@@ -11,7 +11,7 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from chain_group import ChainGroup, PushedWords  # noqa: E402
+from chain_group import DECODE, ChainGroup, PushedWords  # noqa: E402
 from poison import poison_shared_memory  # noqa: E402
 from stage_group import GroupInputs, StageGroup, make_group_inputs  # noqa: E402
 
@@ -21,8 +21,8 @@ from dcp_decode.waits import read_record  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-COUNTS = [256, 0, 1, 257, 64, 2048]
-stages = partial(StageGroup, exchange="probabilities")  # of the same family as a chain by default
+COUNTS = [256, 0, 1, 257, 64, 400, 2048]
+stages = partial(StageGroup, **DECODE)  # of the same family as a chain by default
 
 
 def ragged_inputs(geometry: Geometry, batch: int, seed: int, empty_row: bool = True) -> GroupInputs:
@@ -38,10 +38,14 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
 
 
-exchanges = pytest.mark.parametrize("exchange", ["partials", "probabilities"])
+decodes = pytest.mark.parametrize(
+    "decode",
+    [{"exchange": "partials", "chunk": 64}, {"exchange": "probabilities", "chunk": 64}, DECODE],
+    ids=["partials", "probabilities", "probabilities_128"],
+)
 
 
-@exchanges
+@decodes
 @pytest.mark.parametrize(
     ("heads", "dcp", "batch", "choices"),
     [
@@ -56,15 +60,15 @@ exchanges = pytest.mark.parametrize("exchange", ["partials", "probabilities"])
     ],
 )
 def test_one_rank_pushes_and_merges_the_bits_of_the_stages(
-    heads: int, dcp: int, batch: int, choices: dict, exchange: str
+    heads: int, dcp: int, batch: int, choices: dict, decode: dict
 ) -> None:
     geometry = Geometry(heads=heads, dcp=dcp, **({"padded_heads": heads, "capacity": batch} | choices))
-    staged = StageGroup(geometry, batch, exchange=exchange)
+    staged = StageGroup(geometry, batch, **decode)
     for use in range(2):
         inputs = ragged_inputs(geometry, batch, seed=use)
         pushed = PushedWords(staged, inputs)
         for rank in sorted({0, dcp // 2, dcp - 1}):
-            group = ChainGroup(geometry, batch, exchange=exchange)
+            group = ChainGroup(geometry, batch, **decode)
             for mailbox in group.mailboxes:
                 for stage in (Stage.QUERY, Stage.SPARSE, Stage.MERGE, Stage.TOPK):
                     mailbox.use_counter(stage).add_(use)
@@ -93,11 +97,11 @@ def test_one_rank_pushes_and_merges_the_bits_of_the_stages(
 SIDE_BY_SIDE = [(32, 8, 1), (48, 8, 1), (64, 4, 1), (64, 2, 3), (96, 2, 2), (96, 1, 5)]
 
 
-@exchanges
+@decodes
 @pytest.mark.parametrize(("heads", "dcp", "batch"), SIDE_BY_SIDE)
-def test_ranks_side_by_side_give_the_bits_of_the_stages(heads: int, dcp: int, batch: int, exchange: str) -> None:
+def test_ranks_side_by_side_give_the_bits_of_the_stages(heads: int, dcp: int, batch: int, decode: dict) -> None:
     geometry = Geometry(heads=heads, dcp=dcp, padded_heads=heads, capacity=batch)
-    staged, group = StageGroup(geometry, batch, exchange=exchange), ChainGroup(geometry, batch, exchange=exchange)
+    staged, group = StageGroup(geometry, batch, **decode), ChainGroup(geometry, batch, **decode)
     for use in range(4):
         inputs = ragged_inputs(geometry, batch, seed=use)
         assert_same_bits(group.step_fused(inputs), staged.step(inputs))
@@ -151,7 +155,7 @@ def test_graph_replays_and_eager_calls_in_any_order_give_the_eager_bits() -> Non
 
 def test_nans_poison_exactly_what_they_poison_in_the_stages() -> None:
     geometry = Geometry(heads=64, dcp=4, padded_heads=64, capacity=1)
-    inputs = ragged_inputs(geometry, 1, seed=5)
+    inputs = ragged_inputs(geometry, 1, seed=6)
     inputs.query[2, 0, 3, 17] = float("nan")
     inputs.query[1, 0, 0, 0] = -float("nan")
     staged = stages(geometry, 1).step(inputs)

@@ -49,6 +49,10 @@ PROBABILITIES = [
         {"tiles": 1, "buffers": 1, "groups": 2},
     )
 ]
+PROBABILITIES_128 = [
+    partial(sparse_config, exchange="probabilities", tiles=1, chunk=128, **variant)
+    for variant in ({"groups": 2}, {"groups": 1}, {"groups": 2, "trigger": "end"})
+]
 
 
 class TestPartials(SparseCases):
@@ -65,19 +69,33 @@ class TestProbabilities(SparseCases):
     families = (PROBABILITIES,)
 
 
+class TestProbabilitiesOfTwoBlocks(SparseCases):
+    variants = PROBABILITIES_128
+    shapes = PROBABILITIES_128[:2]
+    small = PROBABILITIES_128[:1]
+    families = (PROBABILITIES_128,)
+
+
 @ROUTES
-def test_families_agree_where_their_orders_do(push):
-    """The same LSE everywhere; the same rows up to 256 keys, the round in which the order of the sums is the same."""
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(SEED[0], PROBABILITIES[0]), (PROBABILITIES[7], PROBABILITIES_128[0])],
+    ids=["partials", "two blocks"],
+)
+def test_families_agree_where_their_orders_do(first, second, push):
+    """The same rows up to 256 keys, where chunks, and so the order of the sums, are the same; other rows beyond."""
     geometry = Geometry(capacity=len(EDGE_COUNTS))
     ranks = SparseRank(geometry, 1)
     inputs = make_inputs(geometry, EDGE_COUNTS, seed=23)
-    seed = ranks.step(SEED[0](geometry, len(EDGE_COUNTS), push), inputs)
+    configs = [make(geometry, len(EDGE_COUNTS), push) for make in (first, second)]
+    one = ranks.step(configs[0], inputs)
     ranks.rearm_values()
-    other = ranks.step(PROBABILITIES[0](geometry, len(EDGE_COUNTS), push), inputs)
-    assert torch.equal(seed.lse.view(torch.int32), other.lse.view(torch.int32))
-    one_round = inputs.valid <= 256
-    assert torch.equal(seed.out[one_round].view(torch.int16), other.out[one_round].view(torch.int16))
-    assert not torch.equal(seed.out[~one_round].view(torch.int16), other.out[~one_round].view(torch.int16))
+    other = ranks.step(configs[1], inputs)
+    alike = inputs.valid <= 256
+    assert torch.equal(one.out[alike].view(torch.int16), other.out[alike].view(torch.int16))
+    assert not torch.equal(one.out[~alike].view(torch.int16), other.out[~alike].view(torch.int16))
+    same_lse = alike if configs[0].chunk != configs[1].chunk else inputs.valid >= 0
+    assert torch.equal(one.lse[same_lse].view(torch.int32), other.lse[same_lse].view(torch.int32))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 6, 8, 9, 12, 17, 20, 23, 40])
