@@ -99,7 +99,7 @@ def test_families_agree_where_their_orders_do(first, second, push):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 6, 8, 9, 12, 17, 20, 23, 40])
-@pytest.mark.parametrize("most_keys", [256, 2048])
+@pytest.mark.parametrize("most_keys", [256, 301, 2048])
 def test_default_layout_of_every_bucket(batch, most_keys):
     """What `sparse_layout` chooses on this GPU for about as many keys."""
     architecture = architecture_of(torch.device("cuda"))
