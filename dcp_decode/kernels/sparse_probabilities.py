@@ -19,7 +19,8 @@ last round sends P of 0.
 
 A second block is computed together with the first, not after it: its scores, P and values take the same turns, in
 steps of 32 keys of a CTA. How many (`more_steps`: none up to 256 keys, one up to 384, else both) follows from the row's
-count, alike in all CTAs of a cluster, and each number has code of its own.
+count, alike in all CTAs of a cluster, and each number has code of its own. Rows of one round, but the longest of a
+second block, run straight through theirs; the others go round a loop.
 
 Order of the sums, which makes the family: a CTA's values of a round are one chain of mma from zero at that CTA's
 running maximum; sum = w_c values_c + sum over the CTAs in order, w_c = exp2(max_c - M) at the largest maximum M so far.

@@ -16,17 +16,17 @@ t head tiles, b buffers of a chunk of c blocks (64 keys); offsets are multiples 
 Exchange of probabilities:
 
     barriers, statistics            as above
-    maxima       2 x 16t x 4 x 4          FP32 running max of every CTA, two rounds
-    P            2 x c x 4 x 16t x 64     E4M3 of every CTA, two rounds
-    outgoing     c x 16t x 64             E4M3, this CTA's P on its way
+    maxima       2 x 16t x 4 x 4             FP32 running max of every CTA, two rounds
+    P            2 x c x 4 x 16t x 64        E4M3 of every CTA, two rounds
+    outgoing     c x 16t x 64                E4M3, this CTA's P on its way
     query        16t x 592
-    values       b x c x 4 x 64 x 144     this CTA's 128 columns of every CTA's keys
-    keys         b x c x 64 x 592                                   ] after the last round the CTA's columns of
+    values       b x c x 4 x 64 x 144        this CTA's 128 columns of every CTA's keys
+    keys         b x c x 64 x 592                                      ] after the last round the CTA's columns of
     scores       s x 4 x 16t x (256 c + 64)  two slabs where they fit  ] all heads, FP32
-    kept         32 KiB                   registers of 3 tiles between the rounds
-    scratch      1 KiB                    of one tile: see `ptx.wait_barrier`
+    kept         32 KiB                      registers of 3 tiles between the rounds
+    scratch      1 KiB                       of one tile: see `ptx.wait_barrier`
 
-    total        135,808 / 211,328 for 1 tile and 1 / 2 buffers; 220,544 for 1 tile and a chunk of two blocks
+    total        136,576 / 211,328 for 1 tile and 1 / 2 buffers; 216,448 for 1 tile and a chunk of two blocks
 
 * A row pitch of 592 = 37 x 16 bytes makes ldmatrix conflict-free and stays aligned for 16-byte bulk copies; a values
   row is an odd number of 16-byte pieces too.
