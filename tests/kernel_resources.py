@@ -45,7 +45,10 @@ INSTRUCTIONS = {
     "matrix store": (r"stmatrix", r"STSM"),
 }
 # Heads of a CTA, CTAs that share a row's keys, keys of a chunk, head groups of a cluster.
-WARPGROUP_SIZES = ((32, 1, 256, 1), (16, 1, 256, 3), (16, 2, 128, 3), (16, 4, 256, 2), (16, 4, 64, 1), (32, 8, 256, 1))
+WARPGROUP_SIZES = (
+    (32, 1, 256, 1), (32, 8, 256, 1), (24, 2, 256, 1), (24, 4, 128, 2), (16, 1, 256, 2), (16, 2, 128, 2),
+    (16, 2, 256, 2), (16, 4, 64, 1), (16, 4, 256, 2), (8, 2, 256, 2),
+)  # fmt: skip
 LOCAL_MEMORY = re.compile(r"\b(?:LDL|STL)\b")
 
 
