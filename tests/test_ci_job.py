@@ -337,6 +337,22 @@ def test_mpi_must_have_torchrun_s_digest(digests: tuple[str, str | None], text: 
     assert bool(differing_digest(mpi, tmp_path)) is bool(text)
 
 
+@pytest.mark.parametrize(("wanted", "exit_code"), [(("mpi",), VERIFIED), (("group", "mpi"), WRONG_RESULT)])
+def test_an_earlier_job_s_digest_says_nothing(
+    wanted: tuple[str, ...], exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, mpi = [
+        python(f"import json; json.dump({{'digest': {name!r}}}, open({str(tmp_path / f'{name}.json')!r}, 'w'))", name)
+        for name in ("group", "mpi")
+    ]
+    monkeypatch.setattr(stages, "following", lambda *_: [group, dataclasses.replace(mpi, same_digest_as="group")])
+    (tmp_path / "doctor.json").write_text(json.dumps(HARDWARE))
+    (tmp_path / "group.json").write_text('{"digest": "an earlier one"}')
+    job = Job(settings(tmp_path), wanted, lambda outcome: None)
+    job.run()
+    assert job.exit_code == exit_code
+
+
 def test_report_shows_every_kind_of_end_and_escapes(tmp_path: Path) -> None:
     outcomes = [
         Outcome("doctor", "d", VERIFIED, 1.0, "", "doctor.log"),

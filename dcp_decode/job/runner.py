@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Annotated, Literal
 from xml.etree import ElementTree
@@ -94,7 +94,9 @@ class Job:
                     self.stopped = self.stopped or "nothing can run here: see the doctor"
             for stage in stages.following(self.settings, self._hardware()):
                 if stage.name in self.wanted:
-                    self._run(stage)
+                    # What an earlier job left in the folder may be another config's.
+                    same = stage.same_digest_as if stage.same_digest_as in self.wanted else None
+                    self._run(replace(stage, same_digest_as=same))
 
     @property
     def exit_code(self) -> int:
