@@ -272,13 +272,16 @@ def test_a_stage_ends_in_the_contract_s_terms(name: str, code: str, exit_code: i
     assert (tmp_path / f"{name}.log").read_text().startswith(f"$ {sys.executable} -c ")
 
 
-def test_a_stage_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["stage", "tests"])
+def test_a_stage_that_takes_too_long_is_ended_with_its_children(name: str, tmp_path: Path) -> None:
     code = "import os, time; child = os.fork(); print(os.getpid(), child or os.getpid(), flush=True); time.sleep(60)"
     started = time.monotonic()
-    outcome = run_stage(python(code, limit=1.0), tmp_path)
-    assert (outcome.exit_code, outcome.text) == (WAIT_EXPIRED, "stage stage took longer than 1 s")
+    outcome = run_stage(python(code, name, limit=1.0), tmp_path)
+    assert (outcome.exit_code, outcome.text) == (WAIT_EXPIRED, f"stage {name} took longer than 1 s")
     assert time.monotonic() - started < 10
-    processes = {int(word) for line in (tmp_path / "stage.log").read_text().splitlines()[1:3] for word in line.split()}
+    processes = {
+        int(word) for line in (tmp_path / f"{name}.log").read_text().splitlines()[1:3] for word in line.split()
+    }
     time.sleep(0.2)
     assert not any(Path(f"/proc/{process}/cmdline").is_file() and _runs(process) for process in processes)
 

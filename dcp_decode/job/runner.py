@@ -154,8 +154,8 @@ def run_stage(stage: Stage, folder: Path) -> Outcome:
     return Outcome(stage.name, command, exit_code, time.monotonic() - started, text, log.name)
 
 
-def _exit_code(stage: Stage, output: IO[str], errors: IO[str]) -> int:
-    """Of the stage's process, once its whole session has ended."""
+def _exit_code(stage: Stage, output: IO[str], errors: IO[str]) -> int | None:
+    """Of the stage's process, once its whole session has ended; None if it took too long."""
     process = subprocess.Popen(
         stage.command,
         stdin=subprocess.DEVNULL,
@@ -169,7 +169,7 @@ def _exit_code(stage: Stage, output: IO[str], errors: IO[str]) -> int:
         return process.wait(stage.limit_seconds)
     except subprocess.TimeoutExpired:
         errors.write(f"error: stage {stage.name} took longer than {stage.limit_seconds:g} s\n")
-        return WAIT_EXPIRED
+        return None
     finally:
         _end(process)
 
@@ -212,8 +212,13 @@ def _reason(skipped: ElementTree.Element) -> str:
     return message
 
 
-def contract_code(stage: Stage, exit_code: int) -> int:
-    """A stage's exit code in the contract's terms: pytest counts failed tests as 1, all else of it is bad input."""
+def contract_code(stage: Stage, exit_code: int | None) -> int:
+    """A stage's exit code in the contract's terms: pytest counts failed tests as 1, all else of it is bad input.
+
+    exit_code: None of a stage that took too long.
+    """
+    if exit_code is None:
+        return WAIT_EXPIRED
     if "pytest" in stage.command and exit_code > WRONG_RESULT:
         return BAD_INPUT
     return exit_code if VERIFIED <= exit_code <= WAIT_EXPIRED else WAIT_EXPIRED
