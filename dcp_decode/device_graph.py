@@ -110,10 +110,17 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(function: str, *arguments: object) -> None:
-    """Call the driver. Raises UnsupportedEnvironment if it refuses."""
-    status = getattr(_driver(), function)(*arguments)
-    if status:
-        raise UnsupportedEnvironment(f"a step's graph needs conditional nodes, but {function}: {_name(status)}")
+    """Call the driver. Raises UnsupportedEnvironment if it refuses, or is too old to know the function."""
+    try:
+        call = getattr(_driver(), function)
+    except AttributeError:
+        reason = "not in this driver"
+    else:
+        status = call(*arguments)
+        reason = _name(status) if status else ""
+    if reason:
+        needs = f"a step's graph needs conditional nodes, but {function}: {reason}"
+        raise UnsupportedEnvironment(f"{needs}; parallel.execution = 'eager' needs none")
 
 
 def _name(status: int) -> str:

@@ -13,14 +13,20 @@ from dcp_decode.errors import UnsupportedEnvironment
 STREAM = SimpleNamespace(cuda_stream=77)
 CAPTURED = 1001
 NOT_SUPPORTED = 801
-REFUSED = ["cuGraphConditionalHandleCreate", "cuGraphAddNode", "cuGraphInstantiateWithFlags"]
+REFUSED = [
+    "cuGraphConditionalHandleCreate",
+    "cuGraphAddNode",
+    "cuGraphAddChildGraphNode",
+    "cuGraphInstantiateWithFlags",
+]
 
 
 class Driver:
     """Hands out handles 1, 2, ... and notes what is built: (kind, graph that it lies in, child graph) a node."""
 
-    def __init__(self, refuses: str = "") -> None:
+    def __init__(self, refuses: str = "", lacks: str = "") -> None:
         self.refuses = refuses
+        self.lacks = lacks
         self.handles = 0
         self.graph = self.executable = 0
         self.bodies = (ctypes.c_void_p * 1)()
@@ -30,6 +36,8 @@ class Driver:
         self.launched: list[tuple[int, int]] = []
 
     def __getattr__(self, name: str):
+        if name == self.lacks:
+            raise AttributeError(f"undefined symbol: {name}")  # as ctypes does
         return self._refuse if name == self.refuses else getattr(type(self), f"_{name}").__get__(self)
 
     def _refuse(self, *arguments) -> int:
@@ -111,12 +119,17 @@ def test_parameters_have_the_size_that_the_driver_reads():
     assert ctypes.sizeof(device_graph._NodeParameters) == 256
 
 
-@pytest.mark.parametrize(
-    "function", ["cuGraphConditionalHandleCreate", "cuGraphAddNode", "cuGraphInstantiateWithFlags"]
-)
+@pytest.mark.parametrize("function", REFUSED)
 def test_a_driver_that_refuses_is_named(monkeypatch, function):
     driver = Driver(refuses=function)
     with pytest.raises(UnsupportedEnvironment, match=f"conditional nodes, but {function}: CUDA_ERROR_NOT_SUPPORTED"):
+        build(monkeypatch, driver)
+    assert driver.destroyed == [driver.graph]
+
+
+def test_a_driver_too_old_for_conditional_nodes_is_refused(monkeypatch):
+    driver = Driver(lacks="cuGraphConditionalHandleCreate")
+    with pytest.raises(UnsupportedEnvironment, match="cuGraphConditionalHandleCreate: not in this driver"):
         build(monkeypatch, driver)
     assert driver.destroyed == [driver.graph]
 
