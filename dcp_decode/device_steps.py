@@ -14,7 +14,7 @@ layers of all local ranks.
 * **Host work** of a replayed step, from the plan to the launched graph (medians of several runs, H200 host whose other
   cores were busy), in us. A run digests a step's results before the next step, 12 MB with 24 layers of 96 heads, after
   which nothing that a launch needs is in the caches. The last two columns launch the same nodes otherwise
-  (`device_graph`).
+  (`device_graph`). Of one rank without digests: chains of one launch, of three.
 
                                    a run      without digests    no conditional node    by torch
       1 layer, 8 local ranks       13..22           11                    17               52
@@ -22,8 +22,8 @@ layers of all local ranks.
       24 layers, 8 local ranks     44..65           29                    71              167
 
 * `expired` is looked at after every step, replays included: `MailboxTimeout` then names who waited for whom. While the
-  host waits for a step it looks for peers that have died, and names them within a deadline,
-  or `LAST_WAIT_SECONDS` if that is shorter.
+  host waits for a step it looks for peers that have died. It names them once the kernels' waits have expired too, at
+  the latest after a deadline or `LAST_WAIT_SECONDS`, whichever is shorter, and `LAUNCH_SECONDS`.
 """
 
 from __future__ import annotations
