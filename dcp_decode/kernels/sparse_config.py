@@ -77,11 +77,6 @@ class SparseConfig:
         return self.buffers * self.blocks
 
     @property
-    def round_keys(self) -> int:
-        """Keys of a row in one chunk of each CTA."""
-        return SPLIT * self.chunk
-
-    @property
     def head_rows(self) -> int:
         """Query heads of one CTA."""
         return HEAD_TILE * self.tiles

@@ -24,7 +24,6 @@ Layout = Callable[[Geometry, int, bool], DecodeConfig]  # (geometry, batch, push
 
 # Clusters that run at once on 132 multiprocessors, a CTA each, by their CTAs (H200, cuOccupancyMaxActiveClusters).
 WAVE_OF_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
-WAVE_CLUSTERS = WAVE_OF_CLUSTERS[SPLIT]
 OWN_KEYS = 256  # of a row on a rank, at the latency checkpoint
 # Of warpgroups, worth timing: heads of a CTA, head groups of a cluster.
 HEAD_ROWS, GROUPS = (8, 16, 24, 32), (1, 2, 3)

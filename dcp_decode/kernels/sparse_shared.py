@@ -11,7 +11,7 @@ t head tiles, b buffers of a chunk of c blocks (64 keys); offsets are multiples 
     scores       4 x 16t x 320      FP32 partial scores of the four depths         ] ones of the bulk exchange
     inbox        3 x 16t x 576      FP32 partials of the three peers
 
-    total        97,920 / 157,568 / 217,344 for 1 / 2 / 3 tiles and one key buffer; 135,808 / 195,456 / refused for two
+    total        97,792 / 157,440 / 217,216 for 1 / 2 / 3 tiles and one key buffer; 135,680 / 195,328 / refused for two
 
 Exchange of probabilities:
 
