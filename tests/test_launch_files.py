@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
+
+from dcp_decode.job import stages
+from dcp_decode.job.stages import Hardware, Settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAUNCH = REPOSITORY / "launch"
@@ -235,3 +239,14 @@ def test_jobset_agrees_with_itself_and_the_scripts() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {
         volume["name"] for volume in job["template"]["spec"]["volumes"]
     }
+
+
+def test_a_cluster_grants_the_time_that_the_stages_may_take(tmp_path: Path) -> None:
+    """Else it ends the job before a stage's own limit does, and there is no report."""
+    settings = Settings("c.toml", tmp_path, tmp_path, "cuda", tmp_path, 0.3, None)
+    found = [stages.doctor(settings), *stages.following(settings, Hardware("cuda", "some-gpu", 8, 16, 140 << 30))]
+    job = MANIFEST["spec"]["replicatedJobs"][0]["template"]["spec"]
+    granted = re.search(r"^#SBATCH --time=(\d+):(\d+):00$", (LAUNCH / "slurm.sbatch").read_text(), re.MULTILINE)
+    assert granted is not None
+    hours, minutes = map(int, granted.groups())
+    assert sum(stage.limit_seconds for stage in found) <= min(3600 * hours + 60 * minutes, job["activeDeadlineSeconds"])
