@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
-from sanitizers import CHECKS, CLEAN, is_clean, judge_clean, judge_multicast, judge_unknown_order
+from sanitizers import CHECKS, CLEAN, FOLDER, is_clean, judge_clean, judge_multicast, judge_unknown_order
 
 
 def hazard(
@@ -75,3 +76,11 @@ def test_a_copy_is_let_through_where_it_is_expected_only() -> None:
     assert judge_clean("========= ERROR SUMMARY: 0 errors\n") == CLEAN
     assert judge_clean("========= ERROR SUMMARY: 10 errors\n") != CLEAN
     assert [check.name for check in CHECKS if check.judge is judge_multicast] == ["racecheck, multicast"]
+
+
+def test_a_tool_that_fails_is_not_clean_whatever_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = f"{report()}File {FOLDER}/case.py, {sys.prefix}/lib/torch.py"
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, said, ""))
+    verdicts = [check.run("compute-sanitizer", seconds=1) for check in CHECKS]
+    assert not any(map(is_clean, verdicts))
+    assert {verdict.partition("File ")[2] for verdict in verdicts} == {"tests/gpu/case.py, lib/torch.py"}

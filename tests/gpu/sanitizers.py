@@ -107,6 +107,8 @@ class Check:
         except subprocess.TimeoutExpired:
             return f"not run: no end within {seconds} s"
         report = done.stdout + done.stderr
+        for folder in (sys.prefix, FOLDER.parent.parent):  # results name no places of a machine
+            report = report.replace(f"{folder}/", "")
         verdict = self.judge(report) if done.returncode == 0 else report[-1500:]
         print(f"{self.name}: {verdict[-300:]}", flush=True)
         return verdict
