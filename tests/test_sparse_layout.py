@@ -8,14 +8,16 @@ import pytest
 
 from dcp_decode.checkpoint import summary
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.chain_config import chain_config
+from dcp_decode.kernels.chain_config import WAVE_MULTIPROCESSORS, chain_config, fused_for
 from dcp_decode.kernels.configs import stage_kernels
 from dcp_decode.kernels.sparse_config import SparseConfig
 from dcp_decode.kernels.sparse_layout import (
     ANYWHERE,
     MEASURED,
+    ONE_LAUNCH_SAVES,
     WAVE_OF_CLUSTERS,
     Wave,
+    cheapest_wave,
     decode_config,
     expected_keys,
     refuse_architecture,
@@ -88,15 +90,31 @@ def test_measured_points_run_what_was_fastest_there(batch, keys, family, heads):
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 6, 8, 10, 16, 40])
 def test_no_step_is_far_above_the_line(batch):
-    """Of the table: nothing between a number of keys and twice that costs more than 1.3 x the line between both."""
+    """Of what is chosen: nothing between so many keys and twice as many costs more than 1.3 x the line between both."""
 
     def cost(keys):
-        return min(wave.cost(batch, 96, keys) for wave in MEASURED["sm_90a"])
+        return cheapest_wave(MEASURED["sm_90a"], batch, 96, keys).cost(batch, 96, keys)
 
     for low in (64, 128, 256, 512, 1024):
         for keys in range(low, 2 * low + 1):
             line = cost(low) + (cost(2 * low) - cost(low)) * (keys - low) / low
             assert cost(keys) <= summary.CLIFF * line, keys
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize(("topk", "dcp"), [(256, 8), (2048, 8), (1700, 4), (1024, 4), (1600, 4), (512, 2), (900, 2)])
+def test_a_batch_that_fits_one_launch_is_laid_out_for_it(topk, dcp, batch):
+    """Up to a round's 512 keys: what the decode alone would gain elsewhere is less than three launches cost."""
+    geometry = Geometry(topk=topk, dcp=dcp, capacity=5)
+    assert expected_keys(geometry, None) <= 512
+    assert fused_for(geometry, batch, "sm_90a", True, WAVE_MULTIPROCESSORS) is None
+
+
+def test_one_launch_saves_only_where_all_clusters_are_resident():
+    wave = Wave(lambda keys: sparse_config, 16, 4, ((256, 4.0),), fuses=True)
+    full = WAVE_OF_CLUSTERS[4]
+    assert wave.cost_in_chain(full, 16, 256) == 4.0 - ONE_LAUNCH_SAVES
+    assert wave.cost_in_chain(full + 1, 16, 256) == wave.cost(full + 1, 16, 256) == 8.0
 
 
 def test_a_run_serves_most_rows_in_one_round():

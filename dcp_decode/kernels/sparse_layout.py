@@ -24,6 +24,7 @@ Layout = Callable[[Geometry, int, bool], DecodeConfig]  # (geometry, batch, push
 
 # Clusters that run at once on 132 multiprocessors, a CTA each, by their CTAs (H200, cuOccupancyMaxActiveClusters).
 WAVE_OF_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+ONE_LAUNCH_SAVES = 1.5  # us of a chain of three launches, measured at 256 keys of a row on a rank: more saves more
 OWN_KEYS = 256  # of a row on a rank, at the latency checkpoint
 # Of warpgroups, worth timing: heads of a CTA, head groups of a cluster.
 HEAD_ROWS, GROUPS = (8, 16, 24, 32), (1, 2, 3)
@@ -34,13 +35,14 @@ class Wave:
     """What a full wave of a configuration's clusters takes.
 
     layout: the configuration, for about so many keys. heads, ctas: of a cluster. times: (keys of a row on a rank,
-    measured microseconds), ascending.
+    measured microseconds), ascending. fuses: whether a chain of one launch can be built around it.
     """
 
     layout: Callable[[int], Layout]
     heads: int
     ctas: int
     times: tuple[tuple[int, float], ...]
+    fuses: bool = False
 
     def cost(self, batch: int, heads: int, keys: int) -> float:
         """Microseconds of all waves, on the lines between what was measured; infinite for more keys than that."""
@@ -51,6 +53,11 @@ class Wave:
             if low < keys <= high:
                 us = low_us + (high_us - low_us) * (keys - low) / (high - low)
         return us * waves(batch * (heads // self.heads), self.ctas)
+
+    def cost_in_chain(self, batch: int, heads: int, keys: int) -> float:
+        """The same, less what one launch saves where all clusters are resident, which a chain of one launch needs."""
+        one_launch = self.fuses and waves(batch * (heads // self.heads), self.ctas) == 1
+        return self.cost(batch, heads, keys) - ONE_LAUNCH_SAVES * one_launch
 
 
 def waves(clusters: int, ctas: int) -> int:
@@ -65,7 +72,7 @@ def tiles_wave(tiles: int, *times: tuple[int, float], groups: int = 1, exchange:
         chunk = exchange_chunk(keys, exchange, tiles)
         return partial(sparse_config, tiles=tiles, groups=groups, exchange=exchange, chunk=chunk)
 
-    return Wave(layout, HEAD_TILE * tiles * groups, SPLIT * groups, times)
+    return Wave(layout, HEAD_TILE * tiles * groups, SPLIT * groups, times, fuses=exchange == "probabilities")
 
 
 def warpgroup_wave(head_rows: int, split: int, groups: int, *times: tuple[int, float]) -> Wave:
@@ -108,13 +115,14 @@ MEASURED: dict[str, tuple[Wave, ...]] = {
 def sparse_layout(batch: int, heads: int, keys: int, architecture: str) -> Layout:
     """What a bucket of `batch` rows, `heads` query heads and about `keys` keys of a row on a rank runs.
 
-    The configuration whose waves cost least.
+    The configuration whose waves cost least in a chain: on every route, so that all have the same bits.
     """
-    return _cheapest(MEASURED.get(architecture, ANYWHERE), batch, heads, keys).layout(keys)
+    return cheapest_wave(MEASURED.get(architecture, ANYWHERE), batch, heads, keys).layout(keys)
 
 
-def _cheapest(waves: Sequence[Wave], batch: int, heads: int, keys: int) -> Wave:
-    return min((wave for wave in waves if heads % wave.heads == 0), key=lambda wave: wave.cost(batch, heads, keys))
+def cheapest_wave(waves: Sequence[Wave], batch: int, heads: int, keys: int) -> Wave:
+    fitting = (wave for wave in waves if heads % wave.heads == 0)
+    return min(fitting, key=lambda wave: wave.cost_in_chain(batch, heads, keys))
 
 
 def decode_config(
@@ -141,7 +149,7 @@ def exchange_chunk(keys: int, exchange: str, tiles: int) -> int:
 
     Several rounds, and several tiles, want the room for two buffers of small ones.
     """
-    chunks = EXCHANGE_CHUNKS[exchange] if tiles == 1 else ()
+    chunks = EXCHANGE_CHUNKS.get(exchange, ()) if tiles == 1 else ()
     return next((chunk for chunk in chunks if keys <= SPLIT * chunk), BLOCK)
 
 
@@ -150,7 +158,7 @@ def sparse_config(
 ) -> SparseConfig:
     """The tiles whose waves cost least, unless given, and any other choice of `SparseConfig`: for any architecture."""
     if tiles is None:
-        tiles = _cheapest(ANYWHERE, batch, geometry.heads, OWN_KEYS).heads // HEAD_TILE
+        tiles = cheapest_wave(ANYWHERE, batch, geometry.heads, OWN_KEYS).heads // HEAD_TILE
     # Three tiles, or two blocks a chunk, leave no room for a second key buffer.
     defaults = {"buffers": 2 if tiles <= 2 and choices.get("chunk", BLOCK) == BLOCK else 1}
     return SparseConfig(geometry, batch, push, tiles, **(defaults | choices))
