@@ -144,11 +144,11 @@ class SparseChunk(SparseRows):
 
     def slot(self, block: Any) -> Any:
         """Buffer of a block's keys (and values); `block` counts from the CTA's first."""
-        return block & (self.config.slots - 1)
+        return block & (self.config.shared.slots - 1)
 
     def phase(self, block: Any) -> Any:
         """Parity of the phase in which the barriers of a block's buffer complete."""
-        return (block >> (self.config.slots - 1)) & 1
+        return (block >> (self.config.shared.slots - 1)) & 1
 
     def key_buffer(self, worker: Worker, block: Any) -> Any:
         """Address of the buffer of a block's keys."""

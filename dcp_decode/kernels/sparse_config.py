@@ -72,11 +72,6 @@ class SparseConfig:
         return self.chunk // BLOCK
 
     @property
-    def slots(self) -> int:
-        """Key buffers of a block."""
-        return self.buffers * self.blocks
-
-    @property
     def head_rows(self) -> int:
         """Query heads of one CTA."""
         return HEAD_TILE * self.tiles

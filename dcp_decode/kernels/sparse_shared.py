@@ -75,7 +75,7 @@ class SharedLayout:
 
     @property
     def slots(self) -> int:
-        """Key buffers of a block."""
+        """Key buffers of a block: 1 or 2, since more do not fit."""
         return self.buffers * self.blocks
 
     @staticmethod

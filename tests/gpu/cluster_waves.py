@@ -19,8 +19,8 @@ import cuda.bindings.driver as cuda
 import torch
 
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels.sparse_config import SparseConfig
-from dcp_decode.kernels.sparse_layout import DecodeConfig
+from dcp_decode.kernels.sparse_config import EXCHANGE_CHUNKS
+from dcp_decode.kernels.sparse_layout import DecodeConfig, sparse_config
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
 
 
@@ -28,7 +28,11 @@ def kinds(geometry: Geometry) -> list[DecodeConfig]:
     """A kernel for every shape of cluster that a layout may choose; the largest CTAs of each."""
     warpgroups = [(32, 1, 256, 1), (16, 2, 256, 1), (16, 1, 256, 2), (16, 1, 256, 3), (16, 2, 256, 2), (32, 4, 256, 1)]
     warpgroups += [(16, 2, 256, 3), (16, 4, 256, 2), (32, 8, 256, 1)]
-    exchanging = [SparseConfig(geometry, 5, exchange="probabilities", groups=groups) for groups in (1, 2)]
+    exchanging = [
+        sparse_config(geometry, 5, tiles=1, exchange="probabilities", groups=groups, chunk=chunk)
+        for groups in (1, 2)
+        for chunk in EXCHANGE_CHUNKS["probabilities"]
+    ]
     return [*exchanging, *(WarpgroupConfig(geometry, 5, True, *size) for size in warpgroups)]
 
 
