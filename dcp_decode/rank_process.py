@@ -6,8 +6,9 @@ rank's record, tells the peers, and returns the record.
 torchrun and mpirun end survivors with SIGTERM within 0.25 s of a death, often before they have noticed it themselves;
 torchrun follows with SIGKILL after 30 s, mpirun after 0.25 s (both measured). So a thread waits for SIGTERM, whatever
 the main thread is doing: it writes a record and the evidence at once, then gives the main thread LAST_WORDS_SECONDS: a
-wait for the dead rank fails by itself meanwhile, and that better record replaces the first. Otherwise it ends the
-process. faulthandler has written all Python stacks before that, and does so on fatal signals too.
+host's wait for the dead rank fails by itself meanwhile, and that better record replaces the first. Otherwise it ends
+the process: kernels that wait may take longer (`device_steps`), and the first record names the dead as well.
+faulthandler has written all Python stacks before that, and does so on fatal signals too.
 """
 
 from __future__ import annotations
