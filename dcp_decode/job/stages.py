@@ -3,7 +3,7 @@
 doctor      what the machine offers; the job ends with 2 if the config can't run here
 group       the config under torchrun, verified; on several nodes this is all that nodes 1, 2, ... take part in
 mpi         the same under mpirun, with the same digest
-tests       integration tests: launchers, fabrics, faults; on a GPU also whole runs, processes that share it, times
+tests       integration tests: launchers, fabrics, faults; on a GPU also whole runs and processes that share it
 kernels     the kernels' own cases on a GPU, side by side: most of their time is compilation
 multigpu    a rank a GPU, where there are several
 soak        delays and stops, which must change no bit
@@ -123,7 +123,9 @@ def _run(settings: Settings, name: str) -> list[str]:
 
 def _tests(settings: Settings, hardware: Hardware) -> Stage:
     tests = (*INTEGRATION_TESTS, GPU_TESTS) if hardware.device == "cuda" else INTEGRATION_TESTS
-    options = (*_pytest(settings, "tests", "not multigpu and (alone or not gpu)"), *_failures(settings, "tests"))
+    # A job holds ratios (`gate`), not microseconds of a host that others may share.
+    markers = "not multigpu and not quiet and (alone or not gpu)"
+    options = (*_pytest(settings, "tests", markers), *_failures(settings, "tests"))
     return Stage("tests", (sys.executable, *options, *tests), 600, skip=_lacking("pytest", "pytest-timeout"))
 
 

@@ -113,11 +113,13 @@ def check_host_work(layers: int, ranks: int) -> None:
     assert min(medians) <= HOST_MICROSECONDS, medians
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize(("layers", "ranks"), [(1, 8), (24, 1)])
 def test_host_work_of_a_replayed_step(layers, ranks):
     check_host_work(layers, ranks)
 
 
+@pytest.mark.quiet
 def test_host_work_of_24_layers_of_8_ranks_without_digests_between_the_steps(monkeypatch):
     """With them, 192 tensors or 12 MB, the launch finds its data in no cache: see `device_steps`."""
     monkeypatch.setattr(run, "account", lambda summary, result: None)
