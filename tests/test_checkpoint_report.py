@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
 from dcp_decode.checkpoint import summary
+from dcp_decode.checkpoint.plots import labelled
 from dcp_decode.checkpoint.presentation import notes
 from dcp_decode.checkpoint.report import render_report
 
@@ -27,6 +29,20 @@ WIDTHS = (1280, 420)
 @pytest.fixture(scope="module")
 def page() -> str:
     return render_report(document())
+
+
+@pytest.mark.parametrize(
+    ("extents", "place", "kept"),
+    [
+        ([64, 128, 256, 288, 512, 1024, 2048], math.log2, [64, 128, 256, 512, 1024, 2048]),
+        ([1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 40], float, [1, 6, 12, 24, 32, 40]),
+        ([64, 96, 128], float, [64, 96, 128]),
+        ([1, 50, 99, 100], float, [1, 50, 100]),
+        ([5], float, [5]),
+    ],
+)
+def test_labels_of_an_axis_stay_apart(extents, place, kept) -> None:
+    assert labelled(extents, place) == kept
 
 
 class Balance(HTMLParser):

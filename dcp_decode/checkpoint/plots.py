@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -136,7 +137,8 @@ def scaling(curves: Sequence[Scaling]) -> str:
             axes.set_xlabel({"batch": "verify rows B", "keys": "keys a row and rank", "heads": "query heads"}[axis])
             if axis == "keys":
                 axes.set_xscale("log", base=2)
-            axes.set_xticks(_ticks(curve.extents), [str(extent) for extent in _ticks(curve.extents)])
+            ticks = labelled(curve.extents, math.log2 if axis == "keys" else float)
+            axes.set_xticks(ticks, [str(extent) for extent in ticks])
             axes.minorticks_off()
         panels[0].set_ylim(bottom=0)  # once both panels have said how high they reach
         panels[0].set_ylabel("us, median")
@@ -160,12 +162,20 @@ def _curve(
         axes.plot(*zip(*known, strict=True), look, label=label, color=color, markersize=4, linewidth=1.4)
 
 
-def _ticks(extents: Sequence[int]) -> list[int]:
-    """At most seven of the extents, so that labels stay apart."""
-    if len(extents) <= 7:
-        return list(extents)
-    wanted = np.linspace(extents[0], extents[-1], 7)
-    return sorted({min(extents, key=lambda extent: abs(extent - place)) for place in wanted})
+def labelled(extents: Sequence[int], place: Callable[[int], float]) -> list[int]:
+    """Those of ascending extents whose labels stay apart on an axis where they lie at `place`: an eighth of it.
+
+    The first and the last are among them.
+    """
+    first, *others = extents
+    kept = [first]
+    apart = (place(extents[-1]) - place(first)) / 8
+    for extent in others:
+        if place(extent) - place(kept[-1]) >= apart:
+            kept.append(extent)
+        elif extent == extents[-1]:
+            kept[-1:] = [extent] if len(kept) > 1 else [first, extent]
+    return kept
 
 
 def _label(axes: Axes, x: float, y: float, text: str) -> None:
