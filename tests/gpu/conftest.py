@@ -1,7 +1,8 @@
 """GPU tests: gating, and a report of every case for `measure_kernels.py`.
 
-With DCP_KERNEL_REPORT set to a path, the session leaves a JSON list there: one entry a test case with its outcome and
-the worst error and bound of every verdict it required. Under xdist the workers' verdicts travel with their reports.
+With DCP_KERNEL_REPORT set to a path, the session leaves JSON there: its commit, its exit code once it has ended, and an
+entry for every test case, with its outcome and the worst error and bound of every verdict it required. Under xdist the
+workers' verdicts travel with their reports.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from dcp_decode import environment
+
 sys.path.insert(0, str(Path(__file__).parent))
 # Failures in these show their values too.
 pytest.register_assert_rewrite("fault_case", "sparse_cases", "sparse_rank", "stage_group")
@@ -22,6 +25,7 @@ REPORT = os.environ.get("DCP_KERNEL_REPORT")
 VERDICTS = "verdicts"  # of a case, among the properties of its report
 _verdicts: list[dict] = []
 _cases: list[dict] = []
+_report: dict = {"commit": environment.commit()[0], "exit_code": None, "cases": _cases}
 
 
 def _missing() -> str | None:
@@ -98,5 +102,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         if report.outcome == "failed":
             case["error"] = str(report.longrepr)[-2000:]
         _cases.append(case | {VERDICTS: dict(report.user_properties).get(VERDICTS, [])})
-        # After every case: a run that is cut short leaves what it has shown.
-        Path(REPORT).write_text(json.dumps(_cases, indent=1) + "\n")
+        _write_report(REPORT)  # after every case: a run that is cut short leaves what it has shown
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    if REPORT is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        _report["exit_code"] = int(exitstatus)
+        _write_report(REPORT)
+
+
+def _write_report(path: str) -> None:
+    Path(path).write_text(json.dumps(_report, indent=1) + "\n")

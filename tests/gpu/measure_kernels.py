@@ -8,6 +8,7 @@ checkpoint`'s to say.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -23,21 +24,33 @@ FOLDER = Path(__file__).parent
 KERNEL_TESTS = ("test_chain.py", "test_sparse.py", "test_stages.py", "test_warpgroup.py")
 
 
-def run_cases(workers: int, seconds: int) -> list[dict]:
-    """One entry a test case; an incomplete run is a failed case more."""
+def run_cases(workers: int, seconds: int) -> dict:
+    """The report that `conftest` leaves of the tests."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "cases.json"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(workers), "-m", "gpu"]
         command += ["-o", "faulthandler_timeout=25", *(str(FOLDER / name) for name in KERNEL_TESTS)]
-        try:
-            environment = os.environ | {"DCP_KERNEL_REPORT": str(report)}
-            code = str(subprocess.run(command, env=environment, timeout=seconds, check=False).returncode)
-        except subprocess.TimeoutExpired:
-            code = f"no end within {seconds} s"
-        cases = json.loads(report.read_text()) if report.exists() else []
-    if code != "0":
-        cases.append({"test": "all", "outcome": "failed", "error": f"pytest: {code}", "verdicts": []})
-    return cases
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the report then has no exit code
+            subprocess.run(command, env=os.environ | {"DCP_KERNEL_REPORT": str(report)}, timeout=seconds, check=False)
+        return json.loads(report.read_text()) if report.exists() else {"exit_code": None, "cases": []}
+
+
+def summary_of(report: dict) -> dict:
+    """What the document says of the cases: one entry a test case; an incomplete run is a failed case more."""
+    code, cases = report["exit_code"], report["cases"]
+    if code != 0:
+        error = "no end in its time" if code is None else f"pytest: {code}"
+        cases = [*cases, {"test": "all", "outcome": "failed", "error": error, "verdicts": []}]
+    verdicts = [verdict for case in cases for verdict in case["verdicts"] if verdict["error_bound"] > 0]
+    worst = max(verdicts, key=lambda verdict: verdict["worst_error"] / verdict["error_bound"], default=None)
+    failed = [case["test"] for case in cases if case["outcome"] == "failed"]
+    return {
+        "verified": bool(verdicts) and not failed,
+        "worst_error": worst and worst["worst_error"],
+        "error_bound": worst and worst["error_bound"],
+        "failed": failed,
+        "cases": cases,
+    }
 
 
 def main() -> int:
@@ -73,23 +86,17 @@ def main() -> int:
 
     write()
     if arguments.cases is None:
-        cases = run_cases(arguments.workers, arguments.cases_seconds)
+        report = run_cases(arguments.workers, arguments.cases_seconds)
     else:
-        cases = json.loads(arguments.cases.read_text())
-    verdicts = [verdict for case in cases for verdict in case["verdicts"] if verdict["error_bound"] > 0]
-    worst = max(verdicts, key=lambda verdict: verdict["worst_error"] / verdict["error_bound"], default=None)
-    failed = [case["test"] for case in cases if case["outcome"] == "failed"]
-    document |= {
-        "verified": bool(verdicts) and not failed,
-        "worst_error": worst and worst["worst_error"],
-        "error_bound": worst and worst["error_bound"],
-        "failed": failed,
-        "cases": cases,
-    }
+        report = json.loads(arguments.cases.read_text())
+        if report["commit"] != document["commit"]:
+            parser.error(f"--cases: of commit {report['commit']}, must be of {document['commit']}")
+    document |= summary_of(report)
     write()
     document["sanitizers"] = {} if arguments.cases_only else sanitize(arguments.sanitizer_seconds)
     write()
-    print(f"{len(cases)} cases, {len(failed)} failed; worst {worst}", flush=True)
+    error = f"{document['worst_error']} of at most {document['error_bound']}"
+    print(f"{len(document['cases'])} cases, {len(document['failed'])} failed; worst error {error}", flush=True)
     print(arguments.output)
     clean = all(map(is_clean, document["sanitizers"].values()))
     return 0 if document["verified"] and clean else 1
