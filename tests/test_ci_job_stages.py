@@ -97,7 +97,7 @@ def pytest_stage(folder: Path, test: str) -> Stage:
         (
             "def test_a(): pass\n@pytest.mark.skip(reason='needs a moon')\ndef test_b(): pass",
             VERIFIED,
-            "1 tests passed, 1 skipped: needs a moon",
+            "1 test passed, 1 skipped: needs a moon",
         ),
         ("pytest.importorskip('no_such_module', reason='needs it')", BAD_INPUT, "no tests passed, 1 skipped: needs it"),
         ("def test_a(): assert False", WRONG_RESULT, "FAILED "),
@@ -107,6 +107,15 @@ def test_tests_say_how_many_ran_and_why_others_did_not(test: str, exit_code: int
     outcome = run_stage(pytest_stage(tmp_path, test), tmp_path)
     assert (outcome.exit_code, outcome.text[: len(text)]) == (exit_code, text)
     assert ElementTree.parse(tmp_path / "tests.xml").getroot().tag == "testsuites"
+
+
+def test_no_test_ran_under_torchrun_either(tmp_path: Path) -> None:
+    """It ends with 1, whatever code its ranks end with."""
+    stage = pytest_stage(tmp_path, "@pytest.mark.skip(reason='needs a moon')\ndef test_b(): pass")
+    anything_is_1 = "import subprocess, sys; sys.exit(bool(subprocess.call(sys.argv[1:])) or 1)"
+    torchrun = dataclasses.replace(stage, command=(sys.executable, "-c", anything_is_1, *stage.command))
+    outcome = run_stage(torchrun, tmp_path)
+    assert (outcome.exit_code, outcome.text) == (BAD_INPUT, "no tests passed, 1 skipped: needs a moon")
 
 
 def test_files_of_failed_tests_are_artifacts(tmp_path: Path) -> None:
