@@ -4,8 +4,7 @@ The package compiles its module when it is first used (half a minute with nvcc 1
 needs it built ahead: as `data/aot/NAME/NAME.so` in the package, where it is loaded from first. The selected rows go in
 through `plan`, on the host, once a selection; only `run` is timed.
 
-Measured with 0.7.2.post1, module built ahead, on an H200, us hot / cold: 5 x 256 28.6 / 30.4, 40 x 256 47.8 / 45.1,
-5 x 2048 47.0 / 49.0; largest error of a (row, head) 0.3 %.
+Measured with 0.7.2.post1, its module built ahead (`results/checkpoint-h200-20261130.json`).
 """
 
 from __future__ import annotations
