@@ -58,6 +58,15 @@ def _missing_group() -> str | None:
     return _missing()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Workers of xdist share the cores that each one's tensor operations would take."""
+    import torch
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for marker, missing in (("gpu", _missing), ("multigpu", _missing_group)):
         here = [item for item in items if item.get_closest_marker(marker)]
