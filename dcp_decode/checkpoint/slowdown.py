@@ -3,6 +3,12 @@
 A spin after every layer would cost more than it lasts: launches that overlap (programmatic dependent launch) no longer
 do with a kernel between them, which made 20 % come out as 40 to 210 % on an H200. At the end it parts nothing, and as
 it lasts in proportion to the graph's layers, a layer takes about that share longer: 1.13 to 1.31 x at the gate there.
+
+What the spin's own launch takes is in the short graph as in the long one, so the time of a layer is free of it. To take
+it off the spin would be wrong: a short graph's spin can be shorter than its launch. What is left is noise: a replay
+that its host enqueues late takes 10 to 20 us longer, as long as a whole graph of a short stage. So a stage's time is
+the median of as many rounds as a measurement has: in a model where a fourth of the replays are late, with 15 rounds one
+slowdown in 30 is off by half or more, with 51 one in thousands.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import torch
 from dcp_decode.checkpoint.timing import Stopwatch, Subject
 
 SPINS = (20_000, 40_000)  # cycles; their difference is free of what a launch takes
-SAMPLES = 15
+SAMPLES = 51
 
 
 def slowed(subjects: Sequence[Subject], share: float, stopwatch: Stopwatch) -> list[Subject]:

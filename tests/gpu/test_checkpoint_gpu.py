@@ -48,7 +48,13 @@ def bench() -> BenchRanks:
 
 
 def test_a_slowdown_slows_every_stage_by_its_share() -> None:
-    """The stages' launches overlap: a spin that parted them would cost several times its share."""
+    """A slowdown of 20 % is neither lost (1.0) nor what a spin costs that parts the stages' launches (1.4 to 3.1).
+
+    The bounds are half way from 1.2 to the nearest of these: 1.1 and 1.3. The noise must be less. Of a single stage, 9
+    layers of 1.5 us or more stand between its two graphs, so 0.1 in a ratio is 1.3 us or more of a graph; replays in
+    time spread by 0.4 us, medians of 51 by 0.07. Late replays are 10 to 20 us longer: a median holds up to nearly half
+    of them (1 in 20 was seen), but wanders to the edge of those in time; 1.27 for the merge was the worst so far.
+    """
     geometry, layers = Geometry(capacity=5), 24
     problem = Problem(geometry, Shape(5, 96, 256), "hot", 1, layers, KeyCaches(2, geometry.k_scale, seed=3), seed=4)
     bench, stopwatch = BenchRanks(problem, (SOLO_RANK,), L2Eviction()), Stopwatch(layers)
@@ -57,7 +63,7 @@ def test_a_slowdown_slows_every_stage_by_its_share() -> None:
     times = stopwatch.measure([*plain, *slower], samples=51, seed=1)
     bench.require_no_expired_wait("slowdown")
     ratios = {one.name: times[f"slower {one.name}"].p50 / times[one.name].p50 for one in plain}
-    assert ratios == {name: pytest.approx(1.2, abs=0.03) for name in ratios}
+    assert {name: ratio for name, ratio in ratios.items() if not 1.1 < ratio < 1.3} == {}, ratios
 
 
 @pytest.mark.parametrize("push", [True, False], ids=["push", "local"])
