@@ -64,8 +64,8 @@ class StepShape:
 
     @property
     def integers(self) -> int:
-        """int64 of a step: request, first position and salt of every request, then its page table."""
-        return self.requests * (3 + self.pages)
+        """int64 of a step: its real rows; request, first position and salt of every request; then its page table."""
+        return 1 + self.requests * (3 + self.pages)
 
     def contexts(self, geometry: Geometry) -> range:
         """Lengths of the longest context, drafts included, that need this bucket of pages and no smaller one."""
@@ -173,12 +173,13 @@ class DeviceGroup:
     def begin(self, shape: StepShape, integers: torch.Tensor) -> DeviceBatch:
         """All that comes before the first layer. integers: int64 [shape.integers]."""
         geometry, layers, ranks = self.geometry, self.layers, len(self.stages)
-        request, first, salt = integers[: 3 * shape.requests].view(shape.requests, 3, 1).unbind(1)  # (requests, 1)
+        of_requests, tables = integers[1:].split([3 * shape.requests, shape.requests * shape.pages])
+        request, first, salt = of_requests.view(shape.requests, 3, 1).unbind(1)  # (requests, 1)
         offsets = torch.arange(shape.rows_a_request, device=self.device)
         position = (first + offsets).masked_fill_(first == PADDING, PADDING).view(-1)  # (B)
         request, salt = (one.expand(-1, shape.rows_a_request).reshape(-1) for one in (request, salt))
-        tables = integers[3 * shape.requests :].view(shape.requests, 1, shape.pages)
-        tables = tables.expand(-1, shape.rows_a_request, -1).reshape(shape.rows, shape.pages)
+        tables = tables.view(shape.requests, 1, shape.pages).expand(-1, shape.rows_a_request, -1)
+        tables = tables.reshape(shape.rows, shape.pages)
         workload = BatchWorkload(self.workload, layers, BatchRows(request, position, salt))
         own_rows = self._append_places(position, tables)
         self.salts.view(-1).index_copy_(0, own_rows, salt.repeat(ranks))

@@ -166,7 +166,7 @@ class DeviceSteps:
     def run(self, step: int, batch: Batch, verified: bool) -> list[LayerResult]:
         """One verify step; a result for every (layer, local rank), valid until the next step.
 
-        verified: also read the selected positions back (else none are in the results). Raises MailboxTimeout, or
+        verified: read merged rows and selected positions back (else none are in the results). Raises MailboxTimeout, or
         RankDied if a peer's process has ended.
         """
         started = time.perf_counter()
@@ -277,7 +277,7 @@ class DeviceSteps:
         batch = self.group.begin(buffers.shape, buffers.integers)
         for layer in range(self.layers):
             buffers.keep(layer, verify_layer(self.ranks, layer, batch, self.route, before_stage, after_stage, fuse))
-        buffers.read(batch, self._mailboxes)
+        buffers.read(batch, self.group.stages)
 
     def _capture(self, buffers: StepBuffers) -> None:
         assert self._stream is not None

@@ -180,16 +180,17 @@ def own_heads(rank: int, geometry: Geometry) -> range:
 class LayerResult:
     """What a rank's layer left, on the host: all that verification and the digest need of it.
 
-    merged: BF16 [B, H, 512]; valid: int32 [B]; positions: int64 [B, K] as in `Selection`. Real rows only.
-    family: of its sparse decode (`oracle.FAMILIES`).
+    digest: SHA-256 of its merged rows; valid: int32 [B]. If they were asked for, also merged: BF16 [B, H, 512] and
+    positions: int64 [B, K] as in `Selection`. Real rows only. family: of its sparse decode (`oracle.FAMILIES`).
     """
 
     rank: int
     layer: int
     family: str
     batch: Batch
-    merged: torch.Tensor
+    digest: bytes
     valid: torch.Tensor
+    merged: torch.Tensor
     positions: torch.Tensor
 
 

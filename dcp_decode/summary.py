@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from dcp_decode.device_steps import StepStatistics
+from dcp_decode.digest import rows_digest
 from dcp_decode.statistics import stage_statistics
 from dcp_decode.step import Batch, LayerResult, LayerRun, timed_seconds
 from dcp_decode.verification import WorstRow
@@ -59,12 +59,12 @@ class RunSummary:
 
 
 def account(summary: RankSummary, run: LayerRun[Batch] | LayerResult) -> None:
-    rows = run.merged.contiguous().view(torch.uint8).flatten()
-    summary.digests.append(hashlib.sha256(rows.numpy().data).digest())
     summary.keys += np.bincount(run.valid.numpy(), minlength=len(summary.keys))
-    if isinstance(run, LayerResult):
-        return  # stages of a graph replay have no times of their own
-    summary.seconds.append(timed_seconds(run.seconds))
+    if isinstance(run, LayerResult):  # stages of a graph replay have no times of their own
+        summary.digests.append(run.digest)
+    else:
+        summary.digests.append(rows_digest(run.merged))
+        summary.seconds.append(timed_seconds(run.seconds))
 
 
 def execution_of(asked: str, processes: list[StepStatistics]) -> dict[str, object] | None:

@@ -15,6 +15,7 @@ import torch
 
 from dcp_decode import cache, numerics, oracle, topk
 from dcp_decode.cpu.stages import CpuStages
+from dcp_decode.digest import rows_digest
 from dcp_decode.errors import WrongResult
 from dcp_decode.geometry import Geometry
 from dcp_decode.mailbox import Stage
@@ -77,6 +78,8 @@ class Verifier:
         """Check every row of a layer of consecutive ranks: their shares of the selection exactly, the merged rows by
         their bounds.
         """
+        for run in runs:
+            self._check_digest(step, run)
         first, batch = runs[0], runs[0].batch
         at_once = ROWS_AT_ONCE[self.device.type]
         for start in range(0, len(batch.rows), at_once):
@@ -148,6 +151,11 @@ class Verifier:
                 f"step {step}, layer {run.layer}, rank {run.rank}, row {index}: the selection of {count} own positions "
                 f"differs from the exact top-k's {len(own)}"
             )
+
+    def _check_digest(self, step: int, run: LayerRun[Batch] | LayerResult) -> None:
+        if isinstance(run, LayerResult) and run.digest != rows_digest(run.merged):
+            place = f"step {step}, layer {run.layer}, rank {run.rank}"
+            raise WrongResult(f"{place}: the digest made on the device is not that of the merged rows")
 
     def _query_bytes(self, layer: int, rows: tuple[VerifyRow, ...], heads: range) -> torch.Tensor:
         made = []

@@ -43,6 +43,7 @@ INSTRUCTIONS = {
     "tensor core": (r"mma\.sync\.aligned\.m16n8k16", r"HMMA\.16816\.F32"),
     "warpgroup product": (r"wgmma\.mma_async", r"HGMMA"),
     "matrix store": (r"stmatrix", r"STSM"),
+    "rotation": (r"shf\.r\.wrap", r"SHF\.R\.W"),
 }
 # Heads of a CTA, CTAs that share a row's keys, keys of a chunk, head groups of a cluster.
 WARPGROUP_SIZES = (
@@ -56,7 +57,7 @@ def variants(architecture: str) -> dict[str, tuple[str, KernelConfig]]:
     """Name in the table -> the kernel's name in `jit.COMPILERS` and its configuration."""
     g = Geometry(capacity=5)
     push, local = (stage_kernels(g, 5, route, architecture) for route in (True, False))
-    found = {name: (name, local[name]) for name in ("topk_push", "topk_receive", "query_push", "value_push")}
+    found = {name: (name, local[name]) for name in ("topk_push", "topk_receive", "query_push", "value_push", "digest")}
     found |= {"merge_push": ("merge", push["merge"]), "merge_local": ("merge", local["merge"])}
     sparse = [sparse_config(g, 5, route, tiles=tiles) for route in (True, False) for tiles in (1, 2, 3)]
     sparse += [sparse_config(g, 5, tiles=tiles, bulk=True) for tiles in (1, 2, 3)]

@@ -63,7 +63,7 @@ def test_manifest_says_what_was_built_for_what(built, geometry):
     assert {kernel["kernel"] for kernel in manifest["kernels"]} == wanted.keys()
     assert {kernel["architecture"] for kernel in manifest["kernels"]} == {ARCHITECTURE}
     symbols = [kernel["symbol"] for kernel in manifest["kernels"]]
-    assert all(f"int32_t {symbol}(int64_t region, " in (built / HEADER).read_text() for symbol in symbols)
+    assert all(f"int32_t {symbol}(int64_t " in (built / HEADER).read_text() for symbol in symbols)
     # The CUDA runtime inside must not meet another one of the process, as torch's.
     library = ctypes.CDLL(str(built / "dcp_decode_sm_90a.so"))
     assert all(hasattr(library, symbol) for symbol in symbols)

@@ -19,7 +19,8 @@ from dcp_decode.cpu.stages import CpuStages
 from dcp_decode.device_buffers import StepBuffers
 from dcp_decode.device_rank import PADDING, DeviceGroup, StepShape, step_shape
 from dcp_decode.device_steps import DeviceSteps
-from dcp_decode.errors import RankDied
+from dcp_decode.digest import rows_digest
+from dcp_decode.errors import RankDied, WrongResult
 from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.geometry import Geometry
 from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
@@ -114,6 +115,33 @@ def test_every_row_equals_the_per_row_step(route):
     assert len(steps.statistics.notes) == len(shapes)
 
 
+def test_a_digest_of_other_rows_is_found_by_verification(monkeypatch):
+    workload = Workload(11, GEOMETRY)
+    steps, service = make_steps(GEOMETRY, workload, "push"), make_service(GEOMETRY)
+    plan = service.next_step()
+    for index in plan.prefills:
+        steps.prefill(service.request(index))
+    batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
+    right = steps.run(0, batch, verified=True)
+    assert [one.digest for one in right] == [rows_digest(one.merged) for one in right]
+    monkeypatch.setattr(CpuStages, "digest", lambda self, merged, rows, digests: digests.fill_(7))
+    wrong = steps.run(0, batch, verified=True)[:1]
+    with pytest.raises(WrongResult, match="step 0, layer 0, rank 0: the digest made on the device is not that of"):
+        Verifier(GEOMETRY, workload).check(0, wrong)
+
+
+def test_rows_are_read_back_only_for_verification():
+    steps, service = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push"), make_service(GEOMETRY)
+    plan = service.next_step()
+    for index in plan.prefills:
+        steps.prefill(service.request(index))
+    batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
+    unread, read = (steps.run(0, batch, verified=verified) for verified in (False, True))
+    assert {len(one.merged) for one in unread} == {len(one.positions) for one in unread} == {0}
+    assert {len(one.merged) for one in read} == {len(one.positions) for one in read} == {len(batch.rows)}
+    assert [one.digest for one in unread] == [one.digest for one in read]
+
+
 def test_a_step_shape_is_a_bucket_of_the_plan():
     rows = tuple(VerifyRow(request, 100 + row, 1) for request in range(3) for row in range(2))
     wide = replace(GEOMETRY, capacity=64)
@@ -139,10 +167,11 @@ def test_rows_of_padding_see_nothing_whatever_the_last_step_left():
     buffers.write((VerifyRow(6, 7, 1), VerifyRow(5, 70, 3)), tables)
     buffers.write((VerifyRow(5, 72, 4),), tables)
     buffers.load()
-    request, first, salt = buffers.integers[:6].view(2, 3).T
+    assert int(buffers.integers[0]) == 2
+    request, first, salt = buffers.integers[1:7].view(2, 3).T
     assert first.tolist() == [72, PADDING]
     assert (int(request[0]), int(salt[0])) == (5, 4)
-    assert buffers.integers[6:].view(2, 4)[0, :2].tolist() == [9, 4]
+    assert buffers.integers[7:].view(2, 4)[0, :2].tolist() == [9, 4]
 
 
 def test_an_expired_wait_names_who_waited_for_whom():

@@ -29,6 +29,7 @@ NEEDED = {
     "query_push": {"pack E4M3", "system store", "system fence"},
     "value_push": {"system store"},
     "merge": {"system load", "system store"},
+    "digest": {"rotation"},
     "sparse": {
         "system load", "system store", "system fence", "bulk load", "barrier wait", "cluster barrier", "peer store",
         "matrix load", "unpack E4M3", "pack E4M3", "tensor core",

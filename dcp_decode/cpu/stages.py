@@ -16,6 +16,7 @@ import torch
 from dcp_decode import numerics, topk
 from dcp_decode.cpu.arrival import Arrival
 from dcp_decode.cpu.attention import FAMILY, Partial, merge_sources, sparse_attention
+from dcp_decode.digest import rows_digest
 from dcp_decode.mailbox import Mailbox, Stage
 
 
@@ -126,6 +127,11 @@ class CpuStages:
             payload_words[source].index_fill_(0, batch_rows.nonzero().squeeze(1), numerics.ARMED_WORD)
         words.masked_fill_(~wanted, 0)
         return merge_sources(words.view(torch.bfloat16), lse)
+
+    def digest(self, merged: torch.Tensor, rows: torch.Tensor, digests: torch.Tensor) -> None:
+        """SHA-256 of the first `rows` (int64 []) rows of each of BF16 [.., B, H, 512], into uint8 [.., 32]."""
+        for message, digest in zip(merged.flatten(0, -4), digests.flatten(0, -2), strict=True):
+            digest.copy_(torch.frombuffer(bytearray(rows_digest(message[:rows])), dtype=torch.uint8))
 
     def _attend(self, cache: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor) -> Partial:
         self._finish(Stage.QUERY)

@@ -19,6 +19,8 @@ QUERY_PIECE_BYTES = 16
 QUERY_ROW_PIECES = numerics.ROW_BYTES // QUERY_PIECE_BYTES
 EAGER_BATCH = 8
 KEY_WORDS = 2
+BLOCK_BYTES = 64  # of SHA-256
+SCHEDULE_BYTES = 4 * 64 + 16  # of a block's expanded words; 16 more, so that a warp's stores fall on all banks
 
 
 class KernelConfig(Protocol):
@@ -124,6 +126,26 @@ class ValueConfig(_BatchConfig):
         return self.batch <= EAGER_BATCH and self.geometry.dcp <= 8 and self.geometry.generations == 2
 
 
+@dataclass(frozen=True)
+class DigestConfig(_BatchConfig):
+    """Of the digests of merged rows, a warp each. pdl: programmatic dependent launch."""
+
+    pdl: bool = True
+
+    threads: ClassVar[int] = 32
+    shared_bytes: ClassVar[int] = threads * SCHEDULE_BYTES
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of a row's own heads."""
+        return self.geometry.owner_heads * 2 * numerics.LATENT_DIM // BLOCK_BYTES
+
+    @property
+    def message_bytes(self) -> int:
+        """From one (layer, rank)'s rows to the next one's."""
+        return self.batch * self.row_blocks * BLOCK_BYTES
+
+
 def stage_kernels(geometry: Geometry, batch: int, push: bool, architecture: str) -> dict[str, KernelConfig]:
     """Kernel name -> configuration, of every kernel that a verify step of B rows launches on such GPUs.
 
@@ -135,6 +157,7 @@ def stage_kernels(geometry: Geometry, batch: int, push: bool, architecture: str)
         "query_push": QueryConfig(geometry, batch),
         "sparse_decode": decode_config(geometry, batch, push, architecture),
         "merge": ValueConfig(geometry, batch, push),
+        "digest": DigestConfig(geometry, batch),
     }
     if not push:
         kernels["value_push"] = ValueConfig(geometry, batch, push)

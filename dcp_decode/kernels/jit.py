@@ -7,6 +7,7 @@ from typing import Any
 
 from dcp_decode.kernels.chain import compile_chain
 from dcp_decode.kernels.configs import KernelConfig
+from dcp_decode.kernels.digest import compile_digest
 from dcp_decode.kernels.disk_cache import JitKernel
 from dcp_decode.kernels.exchange import compile_topk_push, compile_topk_receive
 from dcp_decode.kernels.query import compile_query
@@ -20,6 +21,7 @@ COMPILERS: dict[str, Callable[[Any], JitKernel]] = {
     "sparse_decode": compile_sparse,
     "value_push": compile_value_push,
     "merge": compile_value,
+    "digest": compile_digest,
     "chain": compile_chain,
 }
 

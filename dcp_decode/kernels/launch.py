@@ -116,6 +116,15 @@ def run_value(kernel: Kernel, mailbox: Mailbox, merged: torch.Tensor, deadline_n
     kernel(*_receiving(mailbox), merged.data_ptr(), deadline_nanoseconds, stream)
 
 
+def run_digest(kernel: Kernel, merged: torch.Tensor, rows: torch.Tensor, digests: torch.Tensor, stream: int) -> None:
+    """SHA-256 of the first rows of every (layer, rank) of a step; no mailbox takes part.
+
+    merged: bf16 [.., B, H, 512], contiguous, on the GPU. rows: int64, on the GPU, how many of the B (0 .. B). digests:
+    uint8 [.., 32], contiguous.
+    """
+    kernel(merged.data_ptr(), rows.data_ptr(), digests.data_ptr(), digests.numel() // digests.shape[-1], stream)
+
+
 def _pushing(mailbox: Mailbox) -> tuple[int, int, int]:
     """(own region, table of peers, rank)"""
     return mailbox.memory.local.data_ptr(), mailbox.memory.addresses.data_ptr(), mailbox.rank

@@ -366,6 +366,11 @@ def permute_bytes(low: Any, high: Any, selector: int) -> Any:
     return instruction(f"prmt.b32 $0, $1, $2, {selector:#x};", [Uint32], [low, high], pure=True)
 
 
+def rotate_right(word: Any, bits: int) -> Any:
+    """shf.r.wrap.b32 of a word with itself."""
+    return instruction(f"shf.r.wrap.b32 $0, $1, $1, {bits};", [Uint32], [word], pure=True)
+
+
 def e4m3_pair(low: Any, high: Any) -> Any:
     """cvt.rn.satfinite.e4m3x2.f32: two bytes, `low` in the low one; NaN becomes 0x7F."""
     return instruction("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", [Int16], [low, high], pure=True)

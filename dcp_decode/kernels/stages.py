@@ -21,6 +21,7 @@ from dcp_decode.kernels.launch import (
     Kernel,
     LoadKernel,
     run_chain,
+    run_digest,
     run_query,
     run_sparse,
     run_topk_push,
@@ -143,6 +144,10 @@ class GpuStages:
             _stream(),
         )
         return merged
+
+    def digest(self, merged: torch.Tensor, rows: torch.Tensor, digests: torch.Tensor) -> None:
+        """SHA-256 of the first `rows` (int64 []) rows of each of BF16 [.., B, H, 512], into uint8 [.., 32]."""
+        run_digest(self._kernels[merged.shape[-3]]["digest"], merged, rows, digests, _stream())
 
     def _merged(self, batch: int) -> torch.Tensor:
         shape = (batch, self.geometry.owner_heads, numerics.LATENT_DIM)

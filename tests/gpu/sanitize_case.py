@@ -19,7 +19,11 @@ from chain_group import ChainGroup, PushedWords
 from sparse_rank import SparseRank, make_inputs
 from stage_group import StageGroup, make_group_inputs
 
+from dcp_decode.digest import DIGEST_BYTES, rows_digest
 from dcp_decode.geometry import Geometry
+from dcp_decode.kernels.configs import DigestConfig
+from dcp_decode.kernels.digest import compile_digest
+from dcp_decode.kernels.launch import run_digest
 from dcp_decode.kernels.sparse_layout import DecodeConfig, sparse_config
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
 
@@ -49,6 +53,7 @@ def run_stages() -> None:
         merged = group.step(inputs)
         group.check_as_new(1)
         assert not bool(torch.isnan(merged).any())
+        check_digests(merged)
     # The sanitizer runs kernels one after the other, so one rank's peers have pushed before it starts.
     chain = ChainGroup(Geometry(capacity=2, topk=128), 2, poison=False)
     pushed = PushedWords(StageGroup(chain.geometry, 2, poison=False), inputs)
@@ -57,6 +62,15 @@ def run_stages() -> None:
     chain.launch(3, inputs)
     torch.cuda.synchronize()
     assert torch.equal(chain.merged[3].view(torch.int16), pushed.merged[3].view(torch.int16))
+
+
+def check_digests(merged: torch.Tensor) -> None:
+    """merged: bf16 [ranks, B, H, 512]; of each rank's rows but the last."""
+    ranks, rows, heads, _ = merged.shape
+    digests = torch.empty(ranks, DIGEST_BYTES, dtype=torch.uint8, device="cuda")
+    kernel = compile_digest(DigestConfig(Geometry(heads=heads * ranks, padded_heads=heads * ranks, capacity=2), rows))
+    run_digest(kernel, merged, torch.tensor(rows - 1, device="cuda"), digests, torch.cuda.current_stream().cuda_stream)
+    assert [bytes(one) for one in digests.cpu()] == [rows_digest(one[: rows - 1].cpu()) for one in merged]
 
 
 def run_decodes(decodes: list[tuple[DecodeConfig, int]]) -> None:
