@@ -24,6 +24,7 @@ from dcp_decode.forensics.conclusion import conclude_folder, keep
 from dcp_decode.rank_process import Body, RankProcess, leave
 from dcp_decode.records import RECORDS_VARIABLE, Plan, RankRecord, await_records, make_plan, read_records, write_plan
 from dcp_decode.results import Conclusion, conclude, require_writable
+from dcp_decode.scratch import scratch_folder
 from dcp_decode.supervisor import supervise
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -121,8 +122,7 @@ def execute(command: str, config: RunConfig, body: Body, output: str | None, pub
 
 
 def _execute_here(plan: Plan, config: RunConfig, body: Body, publish: Publish) -> int:
-    with tempfile.TemporaryDirectory(prefix="dcp_decode-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         write_plan(folder, plan)
         supervise(
             body,

@@ -12,7 +12,6 @@ undisturbed, 665 s with 5,441 delays of 274 s in all, one digest (results/soak-c
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -26,6 +25,7 @@ from dcp_decode.forensics.conclusion import conclude_folder
 from dcp_decode.rank_process import Body
 from dcp_decode.records import Plan, write_plan
 from dcp_decode.results import Conclusion
+from dcp_decode.scratch import scratch_folder
 from dcp_decode.supervisor import supervise
 
 KINDS = ("delays", "stops")
@@ -135,8 +135,7 @@ def _run_round(
     plan: Plan, config: RunConfig, faults: FaultPlan, make_body: MakeBody, number: int
 ) -> tuple[Conclusion, Round]:
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="dcp_decode-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         write_plan(folder, plan)
         told_to_stop = supervise(
             make_body(faults, folder),

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from launch_stub import collectives, kill_one, raise_one, report
 
-from dcp_decode import cli
+from dcp_decode import cli, scratch
 from dcp_decode.config import load_config
 from dcp_decode.control.plane import ControlPlane, Peer
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, ConfigError, UnsupportedEnvironment
@@ -181,9 +182,62 @@ def start_stub(behaviour: str, size: int, output: Path) -> tuple[subprocess.Pope
 def test_killed_parent_leaves_no_orphans(tmp_path: Path) -> None:
     process, ranks = start_stub("wait", 4, tmp_path / "out.json")
     assert all(map(process_runs, ranks))
+    [folder] = tmp_path.glob(f"{scratch.PREFIX}*")
+    make_old(folder)
+    scratch.remove_abandoned(tmp_path)
+    assert folder.is_dir()  # of a run that lives
     process.kill()
     process.wait()
     assert wait_until_gone(ranks) == []
+    scratch.remove_abandoned(tmp_path)
+    assert not folder.exists()
+
+
+def make_old(folder: Path) -> None:
+    """As if nobody had touched the folder for long."""
+    long_ago = time.time() - 2 * scratch.NEW_SECONDS
+    os.utime(folder, (long_ago, long_ago))
+
+
+def test_a_run_removes_what_killed_runs_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, new, other = (tmp_path / name for name in (f"{scratch.PREFIX}a", f"{scratch.PREFIX}b", "dcp_decode-x"))
+    elsewhere = tmp_path / "elsewhere"
+    for folder in (left, new, other, elsewhere):
+        folder.mkdir()
+        (folder / "plan.json").write_text("{}")
+    (tmp_path / f"{scratch.PREFIX}link").symlink_to(elsewhere)
+    for folder in (left, other, elsewhere):
+        make_old(folder)
+    with scratch.scratch_folder() as own:
+        assert own.is_dir()
+        assert not left.exists()
+        make_old(own)
+        scratch.remove_abandoned(tmp_path)
+        assert own.is_dir()
+    assert not own.exists()
+    # Maybe not locked yet; none of ours; not a folder.
+    assert all((folder / "plan.json").is_file() for folder in (new, other, elsewhere))
+
+
+def test_ranks_that_outlive_their_parent_keep_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    told, tell = os.pipe()
+    with contextlib.suppress(FileNotFoundError), scratch.scratch_folder() as folder:
+        child = os.fork()
+        if child == 0:
+            os.close(tell)
+            os.read(told, 1)
+            os._exit(0)
+        (kept := tmp_path / f"{scratch.PREFIX}kept").mkdir()
+        folder.rename(kept)  # so that its end here doesn't remove it
+    make_old(kept)
+    scratch.remove_abandoned(tmp_path)
+    assert kept.is_dir()
+    os.close(tell)
+    os.waitpid(child, 0)
+    scratch.remove_abandoned(tmp_path)
+    assert not kept.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
