@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ from xml.etree import ElementTree
 
 import pytest
 from job_settings import settings
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WRONG_RESULT
 from dcp_decode.job import stages
-from dcp_decode.job.runner import run_stage
+from dcp_decode.job.runner import GRACE_SECONDS, run_stage
 from dcp_decode.job.stages import Hardware, Stage
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -116,6 +118,20 @@ def test_no_test_ran_under_torchrun_either(tmp_path: Path) -> None:
     torchrun = dataclasses.replace(stage, command=(sys.executable, "-c", anything_is_1, *stage.command))
     outcome = run_stage(torchrun, tmp_path)
     assert (outcome.exit_code, outcome.text) == (BAD_INPUT, "no tests passed, 1 skipped: needs a moon")
+
+
+def test_damaged_results_of_tests_are_red(tmp_path: Path) -> None:
+    code = f"import sys; open({str(tmp_path / 'tests.xml')!r}, 'w').write('<testsuites><testsuite')"
+    outcome = run_stage(Stage("tests", (sys.executable, "-c", code), 60.0), tmp_path)
+    assert outcome.exit_code == BAD_INPUT
+    assert outcome.text.startswith("tests.xml is damaged (")
+
+
+def test_torchrun_has_time_to_kill_its_ranks_before_a_stage_is_killed() -> None:
+    """With 20 s a rank that ignored SIGTERM was left running; with 40 s it was gone after 30."""
+    torchrun_seconds = inspect.signature(PContext.close).parameters["timeout"].default
+    assert torchrun_seconds == 30
+    assert torchrun_seconds + 5 <= GRACE_SECONDS
 
 
 def test_files_of_failed_tests_are_artifacts(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ from dcp_decode.job import stages
 from dcp_decode.job.stages import REPOSITORY, Hardware, Settings, Stage
 
 SUFFIXES = (".log", ".json", ".xml", ".html", ".forensics.tar.gz")  # of what a stage leaves
-GRACE_SECONDS = 20.0  # from SIGTERM to SIGKILL of a stage
+# From SIGTERM to SIGKILL of a stage. torchrun, whose ranks are in sessions of their own, kills those that don't end
+# after 30 s; if it were killed before that, they would be left on the GPUs of the stages that follow.
+GRACE_SECONDS = 40.0
 NO_TEST_RAN = 5  # pytest's exit code
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -149,7 +151,10 @@ def run_stage(stage: Stage, folder: Path) -> Outcome:
         exit_code = WRONG_RESULT
     results = folder / f"{stage.name}.xml"
     if results.is_file():
-        ran, said = tests_that_ran(results)
+        try:
+            ran, said = tests_that_ran(results)
+        except ElementTree.ParseError as error:  # pytest was killed while it wrote, or the disk is full
+            ran, said = 0, f"{results.name} is damaged ({error}), so nobody knows which tests ran; see {log.name}"
         if ended in (VERIFIED, NO_TEST_RAN) or not ran:  # torchrun makes pytest's code a 1
             exit_code, text = VERIFIED if ran else BAD_INPUT, said
     return Outcome(stage.name, command, exit_code, time.monotonic() - started, text, log.name)
