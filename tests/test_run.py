@@ -31,6 +31,7 @@ from dcp_decode.supervisor import supervise
 pytestmark = pytest.mark.xdist_group("processes")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SMALL = REPOSITORY / "tests" / "data" / "small.toml"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 # Eight ranks, two requests of which one finishes, drafts rejected and overwritten, a third request refused by size.
@@ -199,6 +200,27 @@ def test_run_in_which_every_request_is_refused_has_a_document() -> None:
     assert nothing.requests == {"in": 2, "finished": 0, "running": 0, "waiting": 0, "refused": 2}
     assert (nothing.steps, nothing.verified, nothing.keys_a_row) == (0, None, None)
     assert report_of(nothing).stages["chain"]["samples"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "message"),
+    [
+        ("hang", ("--dcp", "1"), "needs two ranks, but parallel.dcp = 1"),
+        ("hang", ("--max-steps", "1"), "did not show"),
+        ("wrong-bit", ("--verify", "off"), "did not show"),
+        ("wrong-bit", ("--verify", "sample"), "did not show"),
+    ],
+)
+def test_an_injected_fault_that_can_not_show_is_refused(
+    fault: str, options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    command = [*COMMANDS["loopback"], "run", str(SMALL), "--fabric", "loopback", "--inject", fault, *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (BAD_INPUT, "")
+    assert done.stderr.startswith(f"error: --inject = '{fault}': {message}")
 
 
 class TwoRanks(SoloControlPlane):

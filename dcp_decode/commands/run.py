@@ -17,6 +17,7 @@ from dcp_decode.commands.options import (
     read_metrics,
 )
 from dcp_decode.config import RunConfig
+from dcp_decode.errors import ConfigError
 from dcp_decode.records import RankReport
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def run(
     Starts its own ranks, or is one when torchrun or mpirun started it.
     """
     configured = read_config(config, options)
+    if inject is not None and configured.parallel.dcp == 1:
+        raise ConfigError("--inject", inject, "needs two ranks, but parallel.dcp = 1")
     if prepare is not None:  # launch/*.sh: leave the plan for `conclude`, say how many ranks to start
         return prepare_launch(prepare, "run", configured, launched_by, output)
     # torch and what builds on it load only now: a bad config is refused in a fraction of a second.
@@ -58,9 +61,14 @@ def run(
     if inject is not None:
         before_stage = FaultInjector(EXAMPLES[inject], configured.model.layers, configured.parallel.route)
     metrics = read_metrics(options)
-    return execute(
-        "run", configured, lambda control: run_one_rank(configured, control, before_stage, metrics), output, publish
-    )
+
+    def body(control: ControlPlane) -> RankReport:
+        report = run_one_rank(configured, control, before_stage, metrics)
+        if inject is not None:
+            raise ConfigError("--inject", inject, "did not show: a run must take two steps and check the second one")
+        return report
+
+    return execute("run", configured, body, output, publish)
 
 
 def run_one_rank(
