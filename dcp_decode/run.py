@@ -22,7 +22,7 @@ from dcp_decode.control.plane import ControlPlane
 from dcp_decode.cpu.stages import CpuStages
 from dcp_decode.device_rank import DeviceGroup, step_batches
 from dcp_decode.device_steps import AS_PLACED, DeviceSteps, StepPolicy, StepStatistics
-from dcp_decode.errors import ConfigError
+from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 from dcp_decode.fabric.memory import Fabric
 from dcp_decode.fabric.placement import Placement, open_fabric, place
 from dcp_decode.forensics.black_box import black_box
@@ -78,6 +78,10 @@ def run_rank(
     agree(control, "trace", {"requests": [repr(request) for request in requests]})
     parallel = config.parallel
     placement = place(parallel.fabric, parallel.device, control, compiles=parallel.kernels is None)
+    if parallel.chain == "fused" and placement.device.type == "cpu":
+        raise UnsupportedEnvironment(
+            f"parallel.chain = 'fused': needs a GPU, but the ranks run on CPUs ({placement.reason})"
+        )
     with _opened(placement, config.parallel.dcp, control) as fabric:
         run = Run(config, control, fabric, placement, requests, before_stage, policy)
         return run.complete(on_progress)

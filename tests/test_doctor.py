@@ -95,6 +95,7 @@ def test_a_laptop_runs_on_the_cpu_and_hears_why_not_on_a_gpu() -> None:
     assert judged([laptop], parallel__device="auto").ready
     assert not judged([laptop], parallel__device="cuda").ready
     assert not judged([laptop], parallel__device="auto", parallel__fabric="symm_mem").ready
+    assert not judged([laptop], parallel__device="auto", parallel__chain="fused").ready
 
 
 def test_one_gpu_runs_eight_ranks_in_one_process_or_over_nvshmem() -> None:

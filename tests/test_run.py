@@ -21,7 +21,8 @@ from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.solo import SoloControlPlane
-from dcp_decode.errors import BAD_INPUT, VERIFIED, ConfigError
+from dcp_decode.errors import BAD_INPUT, VERIFIED, ConfigError, UnsupportedEnvironment
+from dcp_decode.fabric import placement
 from dcp_decode.records import RankReport, make_plan, read_records
 from dcp_decode.results import conclude
 from dcp_decode.run import agree, run_rank
@@ -200,6 +201,12 @@ def test_run_in_which_every_request_is_refused_has_a_document() -> None:
     assert nothing.requests == {"in": 2, "finished": 0, "running": 0, "waiting": 0, "refused": 2}
     assert (nothing.steps, nothing.verified, nothing.keys_a_row) == (0, None, None)
     assert report_of(nothing).stages["chain"]["samples"] == 0
+
+
+def test_a_fused_chain_is_refused_where_auto_means_the_cpu(config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_refusal", lambda compiles: "no CUDA GPU")
+    with pytest.raises(UnsupportedEnvironment, match=r"parallel.chain = 'fused': needs a GPU.*rank 0: no CUDA GPU"):
+        run_here(config_path, parallel__device="auto", parallel__chain="fused")
 
 
 @pytest.mark.parametrize(

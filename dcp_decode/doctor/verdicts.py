@@ -162,6 +162,8 @@ class _Group:
             return Verdict("run", False, str(error))
         if on_gpu and (refusal := self.gpu_refusal()):
             return Verdict("run", False, f"parallel.device = {self.config.parallel.device}: {refusal}")
+        if not on_gpu and self.config.parallel.chain == "fused":
+            return Verdict("run", False, "parallel.chain = fused needs a GPU, but the ranks run on CPUs")
         fabric = self._fabric(on_gpu, fabrics)
         where = "GPU" if on_gpu else "CPU"
         if not fabric.works:
