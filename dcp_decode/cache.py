@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 
 from dcp_decode import numerics
+from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.geometry import PAGE_TOKENS, Geometry
 
 Index = TypeVar("Index", int, torch.Tensor)
@@ -93,13 +94,22 @@ class PagePool:
 
 
 class FlatCache:
-    """Flat FP8 rows of one rank, one tensor a layer: rows[layer] is uint8 [pages * page_stride_rows, 576]."""
+    """Flat FP8 rows of one rank, one tensor a layer: rows[layer] is uint8 [pages * page_stride_rows, 576].
+
+    Raises UnsupportedEnvironment if the device has no memory for them.
+    """
 
     def __init__(self, layers: int, pages: int, geometry: Geometry, device: torch.device | str = "cpu") -> None:
         self.geometry = geometry
         shape = (pages * geometry.page_stride_rows, numerics.ROW_BYTES)
         # NaN bytes where nothing was written: a kernel that reads an unselected row shows it.
-        self.rows = [torch.full(shape, numerics.E4M3_NAN, dtype=torch.uint8, device=device) for _ in range(layers)]
+        try:
+            self.rows = [torch.full(shape, numerics.E4M3_NAN, dtype=torch.uint8, device=device) for _ in range(layers)]
+        except RuntimeError:  # of torch's allocators, on a CPU and on a GPU
+            size = layers * shape[0] * shape[1] / 2**30
+            raise UnsupportedEnvironment(
+                f"a rank's cache of {size:.1f} GiB (cache.pages x {layers} layers) does not fit the memory of {device}"
+            ) from None
 
     def write(self, layer: int, flat: torch.Tensor, encoded: torch.Tensor) -> None:
         """Store E4M3 rows (uint8 [n, 576]) at flat rows (int64 [n])."""

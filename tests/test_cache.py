@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dcp_decode import cache, numerics
 from dcp_decode.cache import FlatCache, PagePool
+from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.geometry import DCP_SIZES, MAX_CONTEXT, PAGE_TOKENS, Geometry
 
 LAST_POSITION = 2**31 - 1
@@ -176,6 +177,11 @@ def test_unwritten_rows_are_nan() -> None:
     flat.write(1, torch.tensor([4]), torch.zeros(1, 576, dtype=torch.uint8))
     assert bool((flat.rows[0] == numerics.E4M3_NAN).all())
     assert int((flat.rows[1] == numerics.E4M3_NAN).sum()) == 209 * 576
+
+
+def test_a_cache_that_does_not_fit_the_memory_is_refused() -> None:
+    with pytest.raises(UnsupportedEnvironment, match=r"cache of 1179648\.0 GiB \(cache.pages x 2 layers\)"):
+        FlatCache(2, 1 << 20, make_geometry(page_stride_rows=1 << 20))  # more than a process can address
 
 
 @pytest.mark.parametrize("k_scale", [1 / 16, 0.03])

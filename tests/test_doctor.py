@@ -98,6 +98,15 @@ def test_a_laptop_runs_on_the_cpu_and_hears_why_not_on_a_gpu() -> None:
     assert not judged([laptop], parallel__device="auto", parallel__chain="fused").ready
 
 
+def test_caches_beyond_the_memory_of_a_host_are_refused() -> None:
+    laptop = rank_facts(gpus=())  # 1 TiB
+    fits = {"model__layers": 16, "cache__page_stride_rows": 64, "cache__pages": 233_000}
+    assert judged([laptop], **fits).ready
+    found = judged([laptop], **fits | {"cache__pages": 234_000})
+    assert not found.ready
+    assert found.answer == "cache.pages = 234000: 8 ranks x 16 layers x 234000 pages take 1028.3 GiB, and a has 1024.0"
+
+
 def test_one_gpu_runs_eight_ranks_in_one_process_or_over_nvshmem() -> None:
     found = judged([rank_facts(gpus=[gpu()])], parallel__device="auto")
     assert (found.ready, found.answer) == (True, "8 ranks on the GPU over fabric loopback")
