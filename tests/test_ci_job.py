@@ -255,6 +255,27 @@ def test_an_earlier_job_s_digest_says_nothing(
     assert job.exit_code == exit_code
 
 
+@pytest.mark.parametrize(
+    ("document", "exit_code"), [({"verified": True}, VERIFIED), ({"verified": None}, BAD_INPUT), ({}, BAD_INPUT)]
+)
+def test_a_run_that_verified_nothing_is_red(document: dict, exit_code: int, tmp_path: Path) -> None:
+    output = tmp_path / "group.json"
+    group = python(f"import json; json.dump({document}, open({str(output)!r}, 'w'))", "group")
+    outcome = run_stage(dataclasses.replace(group, verifies=True), tmp_path)
+    assert (outcome.exit_code, outcome.text.startswith("no row was verified")) == (exit_code, exit_code == BAD_INPUT)
+    assert run_stage(group, tmp_path).exit_code == VERIFIED
+
+
+@pytest.mark.parametrize(("fault", "exit_code"), [("slowdown", BAD_INPUT), (None, VERIFIED)])
+def test_a_fault_that_turns_no_stage_red_turns_the_job_red(fault: str | None, exit_code: int, tmp_path: Path) -> None:
+    (tmp_path / "doctor.json").write_text(json.dumps(HARDWARE))
+    shown: list[Outcome] = []
+    job = Job(settings(tmp_path, inject=fault), ("gate",), shown.append)  # of a kind of device without a baseline
+    job.run()
+    assert job.exit_code == exit_code
+    assert [outcome.name for outcome in shown] == ["gate", "inject"][: 1 + (fault is not None)]
+
+
 def test_report_shows_every_kind_of_end_and_escapes(tmp_path: Path) -> None:
     outcomes = [
         Outcome("doctor", "d", VERIFIED, 1.0, "", "doctor.log"),

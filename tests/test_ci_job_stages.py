@@ -32,6 +32,9 @@ def test_stages_fit_the_device_and_the_node(tmp_path: Path) -> None:
     on_cpu = stages.following(settings(tmp_path), Hardware("cpu", "cpu-2-cores"))
     assert ("doctor", *commands(on_cpu)) == stages.NAMES
     assert "dcp_decode.checkpoint.cpu" in commands(on_cpu)["checkpoint"]
+    assert [stage.name for stage in on_cpu if stage.verifies] == ["group", "mpi"]
+    for name in ("group", "mpi"):
+        assert "--verify every" in commands(on_cpu)[name]
     assert "tests/gpu" not in commands(on_cpu)["tests"]
     assert "no " in on_cpu[-1].skip
     assert f"commit this run's {tmp_path}/checkpoint.json there" in on_cpu[-1].skip

@@ -99,6 +99,10 @@ class Job:
                     # What an earlier job left in the folder may be another config's.
                     same = stage.same_digest_as if stage.same_digest_as in self.wanted else None
                     self._run(replace(stage, same_digest_as=same))
+        fault = self.settings.inject
+        if fault is not None and self.settings.node == 0 and self.exit_code == VERIFIED:
+            # Left out with --stages, or a gate without a baseline: green would say that the job finds it.
+            self._end(Outcome("inject", f"--inject {fault}", BAD_INPUT, 0.0, "no stage turned red", None))
 
     @property
     def exit_code(self) -> int:
@@ -129,6 +133,9 @@ class Job:
         except Stopped:
             self.stopped = "the job was told to stop"
             outcome = Outcome(stage.name, command, WAIT_EXPIRED, 0.0, self.stopped, _log(stage))
+        self._end(outcome)
+
+    def _end(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         self.on_outcome(outcome)
 
@@ -147,6 +154,8 @@ def run_stage(stage: Stage, folder: Path) -> Outcome:
         ended = _exit_code(stage, output, errors)
     exit_code = contract_code(stage, ended)
     text = "" if exit_code == VERIFIED else first_error(log.read_text(errors="replace"))
+    if exit_code == VERIFIED and (text := unverified(stage, folder)):
+        exit_code = BAD_INPUT
     if exit_code == VERIFIED and (text := differing_digest(stage, folder)):
         exit_code = WRONG_RESULT
     results = folder / f"{stage.name}.xml"
@@ -187,6 +196,14 @@ def _environment(stage: Stage) -> dict[str, str]:
         for name in NODE_VARIABLES:
             ours.pop(name, None)
     return ours | stage.environment
+
+
+def unverified(stage: Stage, folder: Path) -> str:
+    """Why a stage that ended well has proved nothing, or nothing."""
+    path = folder / f"{stage.name}.json"
+    if not stage.verifies or (path.is_file() and json.loads(path.read_text()).get("verified") is True):
+        return ""
+    return "no row was verified: could any request of the config run?"
 
 
 def differing_digest(stage: Stage, folder: Path) -> str:

@@ -69,7 +69,8 @@ class Hardware:
 class Stage:
     """One command. skip: why it isn't run. output: the file for its standard output, if not the log.
 
-    same_digest_as: a stage whose document must hold the same digest as this one's.
+    verifies: its document must say that rows were verified. same_digest_as: a stage whose document must hold the same
+    digest as this one's.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Stage:
     limit_seconds: float
     skip: str = ""
     output: str | None = None
+    verifies: bool = False
     same_digest_as: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -107,18 +109,20 @@ def _group(settings: Settings) -> Stage:
     command = [_script("torchrun.sh"), *_run(settings, "group")]
     if settings.inject in ("hang", "wrong-bit"):
         command += ["--inject", settings.inject]
-    return Stage("group", tuple(command), 240, environment=_records(settings, "group"))
+    # Of several nodes the first one has the document.
+    return Stage("group", tuple(command), 240, verifies=settings.node == 0, environment=_records(settings, "group"))
 
 
 def _mpi(settings: Settings) -> Stage:
     skip = "" if settings.nodes == 1 else "runs on one node only"
     command = (_script("mpirun.sh"), *_run(settings, "mpi"))
-    return Stage("mpi", command, 240, skip=skip, same_digest_as="group")
+    return Stage("mpi", command, 240, skip=skip, verifies=True, same_digest_as="group")
 
 
 def _run(settings: Settings, name: str) -> list[str]:
     output = str(settings.artifacts / f"{name}.json")
-    return ["run", settings.config, "--device", settings.device, "--max-steps", STEPS, "--output", output]
+    where = ["--device", settings.device, "--output", output]
+    return ["run", settings.config, *where, "--max-steps", STEPS, "--verify", "every"]
 
 
 def _tests(settings: Settings, hardware: Hardware) -> Stage:
