@@ -16,9 +16,11 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from job_settings import settings
 
 from dcp_decode.checkpoint.cpu import Clock
+from dcp_decode.checkpoint.cpu import main as bench_cpu
 from dcp_decode.doctor.verdicts import kind_of
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, UnsupportedEnvironment
 from dcp_decode.job import stages
@@ -140,6 +142,8 @@ def test_a_slowdown_costs_its_share_of_cpu_time() -> None:
         clock.stop(name)
     assert clock.cpu["plain"] == [pytest.approx(0.1, rel=0.05)]
     assert clock.cpu["slower"] == [pytest.approx(0.12, rel=0.05)]
+    refused = CliRunner().invoke(bench_cpu, ["--slowdown", "nan"])
+    assert (refused.exit_code, "nan is not a finite number" in refused.output) == (BAD_INPUT, True)
 
 
 def test_findings_of_a_gpu_become_the_hardware(tmp_path: Path) -> None:

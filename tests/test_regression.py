@@ -238,6 +238,13 @@ def test_incomparable_inputs_name_the_field(change: Callable[[dict], object], me
     assert "\n" not in str(refusal.value)
 
 
+def test_a_base_of_wrong_results_is_refused_too() -> None:
+    base = measurement(1)
+    base["verified"] = False
+    with pytest.raises(IncomparableInputs, match="verified = false in base"):
+        compare(base, measurement(2))
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, new, output = tmp_path / "base.json", tmp_path / "new.json", tmp_path / "comparison.json"
     base.write_text(json.dumps(measurement(1)))

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from dcp_decode import numerics
+from dcp_decode.commands.options import FiniteRange
 from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.plane import ControlPlane
@@ -52,7 +53,7 @@ SETTINGS: dict[str, object] = {
 @click.command()
 @click.option("--steps", type=click.IntRange(WARM_UP_STEPS + 10), default=500, show_default=True)
 @click.option("--output", type=click.Path(dir_okay=False), help="The JSON document.")
-@click.option("--slowdown", type=click.FloatRange(0, 10), default=0.0, help="Make a layer step this share slower.")
+@click.option("--slowdown", type=FiniteRange(0, 10), default=0.0, help="Make a layer step this share slower.")
 def main(steps: int, output: str | None, slowdown: float) -> None:
     """Run the benchmark; prints the run's table and the path of its JSON document, whose `stages` hold the times."""
     config = load_config(None, SETTINGS | {"service.max_steps": steps})

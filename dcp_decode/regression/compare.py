@@ -125,8 +125,9 @@ def _judge(pair: _Pair, limit: float, confidence: float) -> StageComparison:
 
 
 def _require_same_setting(base: Document, new: Document) -> None:
-    if new.verified is False:
-        raise IncomparableInputs("verified = false in new: times of a wrong result say nothing")
+    for which, document in (("base", base), ("new", new)):
+        if document.verified is False:
+            raise IncomparableInputs(f"verified = false in {which}: times of a wrong result say nothing")
     pairs = {
         "command": (base.command, new.command),
         "device.name": (base.device.name, new.device.name),
