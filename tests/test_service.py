@@ -215,6 +215,11 @@ def test_fingerprint_tells_settings_apart(change):
     assert make(rows).fingerprint() != make(rows, **change).fingerprint()
 
 
+@pytest.mark.parametrize("other", [(0, 6, 9), (0, 5, 8), (1, 5, 9)])
+def test_fingerprint_tells_requests_apart_before_they_run(other):
+    assert make([(0, 5, 9)]).fingerprint() != make([other]).fingerprint()
+
+
 def test_fingerprint_tells_another_acceptance(monkeypatch):
     fingerprints = []
     for drafts in (1, 2):
