@@ -47,6 +47,8 @@ BAD_CONFIGS = {
     "[mailbox]\ncapacity = 0": ("mailbox.capacity", "0", "1 .. 4096"),
     "[mailbox]\ncapacity = 4": ("service.draft_tokens", "4", "must fit mailbox.capacity = 4"),
     "[mailbox]\npadded_heads = 95": ("mailbox.padded_heads", "95", "96 .. 2048"),
+    "[parallel]\nchain = 'fused'": ("parallel.chain", "'fused'", "use auto or staged"),
+    "[parallel]\nchain = 'fused'\ndevice = 'cuda'\nroute = 'local'": ("parallel.chain", "'fused'", "route = push"),
     "[mailbox]\ngenerations = 1": ("mailbox.generations", "1", "2, 3"),
     "[mailbox]\ndeadline_seconds = 0": ("mailbox.deadline_seconds", "0", "greater than 0"),
     "[mailbox]\ndeadline_seconds = inf": ("mailbox.deadline_seconds", "inf", "at most 86400"),
