@@ -14,7 +14,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from dcp_decode.device_rank import PADDING, StepShape
 from dcp_decode.digest import DIGEST_BYTES
 from dcp_decode.geometry import Geometry
 from dcp_decode.service import VerifyRow
-from dcp_decode.step import Batch, LayerResult, LayerRun
+from dcp_decode.step import Batch, LayerResult, LayerRun, StepResult
 
 if TYPE_CHECKING:
     from dcp_decode.cpu.stages import CpuStages
@@ -82,6 +81,7 @@ class StepBuffers:
         lead = (layers, len(ranks), shape.rows)
         self._made = _Outputs.zeros(*lead, device=device)
         self._read = _Outputs.zeros(*lead, pin_memory=on_gpu)
+        self._valid, self._expired = self._read.valid.numpy(), self._read.expired.numpy()
         merged_shape = (*lead, geometry.owner_heads, numerics.LATENT_DIM)
         self.merged = torch.zeros(merged_shape, dtype=torch.bfloat16, device=device)
         self.positions = torch.zeros((*lead, geometry.topk), dtype=torch.int32, device=device)
@@ -130,27 +130,31 @@ class StepBuffers:
     @property
     def any_expired(self) -> bool:
         """Whether a wait of a local rank had expired by the end of the step."""
-        return bool(self._read.expired.any())
+        return bool(self._expired.any())
 
-    def results(self, batch: Batch, verified: bool) -> list[LayerResult]:
-        """A result for every (layer, local rank), real rows only; views that the next step overwrites.
-
-        verified: with merged rows and positions.
-        """
+    def result(self, batch: Batch, verified: bool) -> StepResult:
+        """What the newest step left; verified: its rows too."""
         count = len(batch.rows)
-        wanted = slice(count if verified else 0)
-        merged, positions = (one[:, :, wanted].cpu() for one in (self.merged, self.positions))
-        digests = self._read.digests.numpy().tobytes()
+        whole = self._read.digests.numpy().tobytes()
+        digests = [whole[start : start + DIGEST_BYTES] for start in range(0, len(whole), DIGEST_BYTES)]
+        results = self._results(batch, digests) if verified else []
+        return StepResult(self.family, digests, self._valid[:, :, :count], results)
+
+    def _results(self, batch: Batch, digests: list[bytes]) -> list[LayerResult]:
+        count = len(batch.rows)
+        merged, positions = (one[:, :, :count].cpu() for one in (self.merged, self.positions))
+        valid, positions = self._read.valid[:, :, :count], positions.to(torch.int64)
         return [
             LayerResult(
                 rank,
                 layer,
                 self.family,
                 batch,
-                digests[DIGEST_BYTES * place : DIGEST_BYTES * (place + 1)],
-                self._read.valid[layer, index, :count],
+                digests[layer * len(self.ranks) + index],
                 merged[layer, index],
-                positions[layer, index].to(torch.int64),
+                valid[layer, index],
+                positions[layer, index],
             )
-            for place, (layer, (index, rank)) in enumerate(product(range(self.layers), enumerate(self.ranks)))
+            for layer in range(self.layers)
+            for index, rank in enumerate(self.ranks)
         ]

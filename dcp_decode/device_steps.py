@@ -45,12 +45,15 @@ from dcp_decode.device_timing import StageClock
 from dcp_decode.errors import RankDied, WrongResult
 from dcp_decode.mailbox import Mailbox
 from dcp_decode.service import RequestState
-from dcp_decode.step import AfterStage, Batch, BeforeStage, LayerResult, verify_layer
+from dcp_decode.step import AfterStage, Batch, BeforeStage, StepResult, verify_layer
 from dcp_decode.verification import check_needle_group
 from dcp_decode.waits import MailboxTimeout, Wait, read_record
 
 PUSHES = frozenset({"select_push", "query_push", "sparse_decode_push", "value_push", "fused_chain"})
-POLL_SECONDS = 20e-6  # between two looks at a step that has not ended: well below a step's milliseconds
+# Between two looks at a step that has not ended. A core that sleeps loses what the next launch needs of its caches, so
+# one sleeps only for ranks that share its device.
+POLL_SECONDS = 0.0
+POLL_SECONDS_IN_LOCKSTEP = 20e-6
 LAST_WAIT_SECONDS = 2.0  # for a step whose peer has died, at most: so long may its kernels say whom they waited for
 LAUNCH_SECONDS = 0.2  # until kernels begin to wait, where processes share a device
 
@@ -163,10 +166,10 @@ class DeviceSteps:
                 self._refuse_expired(any(int(mailbox.abort_word) for mailbox in self._mailboxes))
                 raise
 
-    def run(self, step: int, batch: Batch, verified: bool) -> list[LayerResult]:
-        """One verify step; a result for every (layer, local rank), valid until the next step.
+    def run(self, step: int, batch: Batch, verified: bool) -> StepResult:
+        """One verify step. verified: read merged rows and selected positions back too.
 
-        verified: read merged rows and selected positions back (else none are in the results). Raises MailboxTimeout, or
+        Raises MailboxTimeout, or
         RankDied if a peer's process has ended.
         """
         started = time.perf_counter()
@@ -205,7 +208,7 @@ class DeviceSteps:
             self._cache_emptied = captured
         self._newest = buffers
         self._refuse_expired(buffers.any_expired)
-        return buffers.results(batch, verified)
+        return buffers.result(batch, verified)
 
     def measure_stages(self, replays: int) -> StageTimes | None:
         """Times of the newest step's stages, from replays of it after the run; None where no graph may run.
@@ -332,6 +335,7 @@ class DeviceSteps:
         """
         # Polled, because a blocking call would keep signals, and the death of a peer, waiting for the step's deadlines.
         patience = min(self.deadline_seconds, LAST_WAIT_SECONDS) + LAUNCH_SECONDS
+        pause = POLL_SECONDS_IN_LOCKSTEP if self.lockstep else POLL_SECONDS
         give_up = None
         while not stream.query():
             now = time.monotonic()
@@ -339,7 +343,7 @@ class DeviceSteps:
                 give_up = now + patience
             if give_up is not None and now > give_up:
                 break
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)  # 0 s too let other threads of this process run
         if give_up is not None:
             self._refuse_dead_peers()
 

@@ -30,7 +30,7 @@ from dcp_decode.kernels.fingerprint import source_hash
 from dcp_decode.mailbox import Mailbox, MailboxLayout
 from dcp_decode.service import Service, ServiceSettings, StepPlan
 from dcp_decode.step import TIMED, Batch, BeforeStage, LayerResult, LayerRun, RankState, verify_layer
-from dcp_decode.summary import RankSummary, RunSummary, account, execution_of, run_digest, spread
+from dcp_decode.summary import RankSummary, RunSummary, account, account_step, execution_of, run_digest, spread
 from dcp_decode.topk import check_row_range
 from dcp_decode.trace import TraceRequest, read_trace, synthetic_requests
 from dcp_decode.verification import Verifier, WorstRow, check_needle_group
@@ -268,13 +268,8 @@ class Run:
         batch = Batch(plan.rows, {row.request: self.service.request(row.request) for row in plan.rows})
         checked = self._is_checked(plan.index)
         black_box.at("layers", plan.index)
-        started = time.perf_counter()
         layers = self._run_layers(plan.index, batch, checked)
-        self.step_seconds = time.perf_counter() - started
-        self.families.add(layers[0].family)
         black_box.at("verification", plan.index)
-        for number, run in enumerate(layers):
-            account(self.summaries[number % len(self.summaries)], run)
         if checked:
             ranks = len(self.summaries)
             for first in range(0, len(layers), ranks):
@@ -293,13 +288,22 @@ class Run:
                 state.prefill(layer, request)
 
     def _run_layers(self, step: int, batch: Batch, checked: bool) -> Sequence[LayerRun[Batch] | LayerResult]:
-        """All layers of a step, each of all local ranks."""
+        """All layers of a step, each of all local ranks, accounted for; on a GPU returned only if checked."""
+        started = time.perf_counter()
         if self.device_steps is not None:
-            return self.device_steps.run(step, batch, checked)
+            result = self.device_steps.run(step, batch, checked)
+            self.step_seconds = time.perf_counter() - started
+            self.families.add(result.family)
+            account_step(self.summaries, result)
+            return result.results
         before_stage = black_box.noting(step, self.before_stage)
         runs: list[LayerRun[Batch]] = []
         for layer in range(self.layers):
             runs += verify_layer(self.ranks, layer, batch, self.config.parallel.route, before_stage)
+        self.step_seconds = time.perf_counter() - started
+        self.families.add(runs[0].family)
+        for number, run in enumerate(runs):
+            account(self.summaries[number % len(self.summaries)], run)
         return runs
 
     def _measure_stages(self, device_steps: DeviceSteps) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 
 from dcp_decode import cache, topk
@@ -178,10 +179,10 @@ def own_heads(rank: int, geometry: Geometry) -> range:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """What a rank's layer left, on the host: all that verification and the digest need of it.
+    """What a rank's layer left, on the host: all that verification needs of it.
 
-    digest: SHA-256 of its merged rows; valid: int32 [B]. If they were asked for, also merged: BF16 [B, H, 512] and
-    positions: int64 [B, K] as in `Selection`. Real rows only. family: of its sparse decode (`oracle.FAMILIES`).
+    digest: SHA-256 of its merged rows, made on the device. merged: BF16 [B, H, 512]; valid: int32 [B]; positions: int64
+    [B, K] as in `Selection`. Real rows only. family: of its sparse decode (`oracle.FAMILIES`).
     """
 
     rank: int
@@ -189,9 +190,23 @@ class LayerResult:
     family: str
     batch: Batch
     digest: bytes
-    valid: torch.Tensor
     merged: torch.Tensor
+    valid: torch.Tensor
     positions: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a whole step left on a device, on the host: of R local ranks, the layers one after the other.
+
+    digests: SHA-256 of the merged rows of every (layer, rank). valid: int32 [layers, R, B], real rows only, a view that
+    the next step overwrites. results: of every (layer, rank) if the step is verified, else none.
+    """
+
+    family: str
+    digests: list[bytes]
+    valid: np.ndarray
+    results: list[LayerResult]
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 from dcp_decode.device_steps import StepStatistics
 from dcp_decode.digest import rows_digest
 from dcp_decode.statistics import stage_statistics
-from dcp_decode.step import Batch, LayerResult, LayerRun, timed_seconds
+from dcp_decode.step import Batch, LayerRun, StepResult, timed_seconds
 from dcp_decode.verification import WorstRow
 
 
@@ -58,13 +58,18 @@ class RunSummary:
     execution: dict[str, object] | None
 
 
-def account(summary: RankSummary, run: LayerRun[Batch] | LayerResult) -> None:
+def account(summary: RankSummary, run: LayerRun[Batch]) -> None:
+    """Of a layer on the CPU."""
+    summary.digests.append(rows_digest(run.merged))
     summary.keys += np.bincount(run.valid.numpy(), minlength=len(summary.keys))
-    if isinstance(run, LayerResult):  # stages of a graph replay have no times of their own
-        summary.digests.append(run.digest)
-    else:
-        summary.digests.append(rows_digest(run.merged))
-        summary.seconds.append(timed_seconds(run.seconds))
+    summary.seconds.append(timed_seconds(run.seconds))
+
+
+def account_step(summaries: list[RankSummary], result: StepResult) -> None:
+    """Of all layers on a device, for all local ranks. Stages of a graph replay have no times of their own."""
+    for index, summary in enumerate(summaries):
+        summary.digests += result.digests[index :: len(summaries)]
+        summary.keys += np.bincount(result.valid[:, index].ravel(), minlength=len(summary.keys))
 
 
 def execution_of(asked: str, processes: list[StepStatistics]) -> dict[str, object] | None:

@@ -90,7 +90,7 @@ def test_every_row_equals_the_per_row_step(route):
                     state.prefill(layer, request)
         batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
         shapes.add(shape_of(plan.rows))
-        results = iter(steps.run(plan.index, batch, verified=True))
+        results = iter(steps.run(plan.index, batch, verified=True).results)
         for layer in range(LAYERS):
             for run in verify_layer(plain, layer, batch, route):
                 result = next(results)
@@ -123,9 +123,9 @@ def test_a_digest_of_other_rows_is_found_by_verification(monkeypatch):
         steps.prefill(service.request(index))
     batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
     right = steps.run(0, batch, verified=True)
-    assert [one.digest for one in right] == [rows_digest(one.merged) for one in right]
+    assert right.digests == [one.digest for one in right.results] == [rows_digest(one.merged) for one in right.results]
     monkeypatch.setattr(CpuStages, "digest", lambda self, merged, rows, digests: digests.fill_(7))
-    wrong = steps.run(0, batch, verified=True)[:1]
+    wrong = steps.run(0, batch, verified=True).results[:1]
     with pytest.raises(WrongResult, match="step 0, layer 0, rank 0: the digest made on the device is not that of"):
         Verifier(GEOMETRY, workload).check(0, wrong)
 
@@ -137,9 +137,9 @@ def test_rows_are_read_back_only_for_verification():
         steps.prefill(service.request(index))
     batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
     unread, read = (steps.run(0, batch, verified=verified) for verified in (False, True))
-    assert {len(one.merged) for one in unread} == {len(one.positions) for one in unread} == {0}
-    assert {len(one.merged) for one in read} == {len(one.positions) for one in read} == {len(batch.rows)}
-    assert [one.digest for one in unread] == [one.digest for one in read]
+    assert (unread.results, unread.digests) == ([], read.digests)
+    assert unread.valid.shape == (LAYERS, GEOMETRY.dcp, len(batch.rows))
+    assert {len(one.merged) for one in read.results} == {len(batch.rows)}
 
 
 def test_a_step_shape_is_a_bucket_of_the_plan():
@@ -224,6 +224,17 @@ def test_a_dead_peer_is_named_with_the_waits_for_it_if_they_expire_in_time(monke
         assert waits == [("verify step", rank, 2) for rank in range(GEOMETRY.dcp)]
     control.asked = 0
     steps._wait_for(SimpleNamespace(query=lambda: True))  # the step had ended before anybody died
+
+
+@pytest.mark.parametrize(("lockstep", "pause"), [(False, 0.0), (True, device_steps.POLL_SECONDS_IN_LOCKSTEP)])
+def test_only_ranks_that_share_a_device_sleep_while_they_wait(monkeypatch, lockstep, pause):
+    steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")
+    steps.lockstep = lockstep
+    pauses: list[float] = []
+    monkeypatch.setattr(device_steps, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
+    answers = iter([False, False, True])
+    steps._wait_for(SimpleNamespace(query=lambda: next(answers)))
+    assert pauses == [pause, pause]
 
 
 def test_steps_end_with_their_last_reference():

@@ -55,7 +55,7 @@ def merged_rows(fused: bool, before_stage: BeforeStage | None = None) -> tuple[l
         for index in plan.prefills:
             steps.prefill(service.request(index))
         batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
-        found += [result.merged.clone() for result in steps.run(plan.index, batch, verified=False)]
+        found += [result.merged.clone() for result in steps.run(plan.index, batch, verified=True).results]
         assert steps._newest is not None
         sizes.append(steps._newest.shape.rows)
         service.complete(plan)
