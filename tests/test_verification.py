@@ -6,20 +6,25 @@ Each fault replaces one method of the product for one test; without it the same 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 from cpu_group import ROUTES, Group, make_inputs, verify
 
 from dcp_decode import cache, numerics, run
+from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.cpu.attention import Partial, sparse_attention
 from dcp_decode.cpu.stages import CpuStages, LocalPartial
-from dcp_decode.errors import WRONG_RESULT, WrongResult
+from dcp_decode.errors import VERIFIED, WRONG_RESULT, WrongResult
 from dcp_decode.geometry import Geometry
 from dcp_decode.mailbox import Stage
+from dcp_decode.presentation import publish
+from dcp_decode.records import RankRecord, make_plan
+from dcp_decode.results import conclude
 from dcp_decode.run import run_rank
 from dcp_decode.step import RankState, Selection
 from dcp_decode.summary import RunSummary
@@ -178,7 +183,7 @@ def test_values_left_behind_are_found() -> None:
     assert not group.armed_as_new()
 
 
-def small_config(route: str = "push") -> RunConfig:
+def small_config(route: str = "push", topk: int = 32, softmax_scale: float = 192**-0.5) -> RunConfig:
     """Four virtual ranks, one layer, two requests that reject and overwrite drafts, checked in every step."""
     synthetic = {"requests": 2, "input_length": 150, "output_length": 30}
     return load_config(
@@ -186,7 +191,8 @@ def small_config(route: str = "push") -> RunConfig:
         {
             "model.heads": 16,
             "model.layers": 1,
-            "model.topk": 32,
+            "model.topk": topk,
+            "model.softmax_scale": softmax_scale,
             "parallel.dcp": 4,
             "parallel.fabric": "loopback",
             "parallel.route": route,
@@ -201,6 +207,25 @@ def small_config(route: str = "push") -> RunConfig:
 
 def run_small(route: str = "push") -> RunSummary:
     return run_rank(small_config(route), SoloControlPlane())
+
+
+def test_rows_without_any_error_are_verified_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One key a row: its value is a BF16 number, and the merged row equals the oracle's."""
+    config = small_config(topk=1)
+    summary = run_rank(config, SoloControlPlane())
+    assert (summary.verified, summary.worst.error) == (True, 0.0)
+    assert 0 < summary.worst.bound < 0.01
+    record = RankRecord(0, 1, "host", "ok", VERIFIED, 0.0, report=asdict(report_of(summary)))
+    plan = make_plan("run", config, "builtin", str(tmp_path / "run.json"))
+    publish(conclude(plan, {0: record}), plan)
+    assert "yes, 4 steps, worst error 0.000% of at most 0." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e5])
+def test_bounds_within_which_a_row_of_zeros_passes_verify_nothing(scale: float) -> None:
+    """At 1e5 some bounds are infinite too, though not that of the row that comes nearest to its own."""
+    with pytest.raises(WrongResult, match=r"step 0, layer 0, rank 0: at these scales a row is allowed an error of "):
+        run_rank(small_config(softmax_scale=scale), SoloControlPlane())
 
 
 class NaturalLog(CpuStages):
