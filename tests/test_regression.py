@@ -105,6 +105,14 @@ def test_baselines_by_stage() -> None:
     assert baselines == {"query_push": floor, "sparse_decode": peer, "merge": floor, "chain": peer}
 
 
+def test_our_own_code_is_no_baseline() -> None:
+    documents = [measurement(1), measurement(2)]
+    for document in documents:
+        samples(document)["peer:own_local_route"] = samples(document).pop("peer:triton_split_kv")
+        del samples(document)["peer:public"]
+    assert {stage.baseline for stage in compare(*documents).stages} == {"floor:launch"}
+
+
 def test_pairing_by_round_removes_what_a_round_shares() -> None:
     shaky = compare(measurement(1, drift=0.2), measurement(2, drift=0.2))
     assert max(stage.detectable for stage in shaky.stages) < 1.2

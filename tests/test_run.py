@@ -28,6 +28,7 @@ from dcp_decode.results import conclude
 from dcp_decode.run import agree, run_rank
 from dcp_decode.summary import RunSummary
 from dcp_decode.supervisor import supervise
+from dcp_decode.topk import check_row_range
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -228,6 +229,12 @@ def test_an_injected_fault_that_can_not_show_is_refused(
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (BAD_INPUT, "")
     assert done.stderr.startswith(f"error: --inject = '{fault}': {message}")
+
+
+def test_rows_that_31_bits_do_not_number_are_refused(config_path: Path) -> None:
+    assert check_row_range(2047, load_config(None, {"cache.page_stride_rows": 1 << 20}).geometry())
+    with pytest.raises(ConfigError, match=r"cache.pages = 2047: .* 31 bits"):  # and the spare page of a GPU
+        run_here(config_path, cache__pages=2047, cache__page_stride_rows=1 << 20)
 
 
 class TwoRanks(SoloControlPlane):
