@@ -9,7 +9,7 @@ import pytest
 
 from dcp_decode.cli import run_command
 from dcp_decode.config import load_config
-from dcp_decode.errors import BAD_INPUT, WAIT_EXPIRED, ConfigError
+from dcp_decode.errors import BAD_INPUT, WAIT_EXPIRED, WRONG_RESULT, ConfigError
 from dcp_decode.mailbox import Stage
 from dcp_decode.records import RankRecord, make_plan, write_plan
 from dcp_decode.results import STAGE_ORDER, NotWritten, conclude, require_writable, write_document
@@ -47,6 +47,15 @@ def test_a_killed_rank_comes_before_those_that_waited_for_it() -> None:
     assert conclusion.dead_ranks == (1,)
     assert conclusion.error is not None
     assert conclusion.error.startswith("rank 1 died")
+
+
+@pytest.mark.parametrize("exit_code", [WRONG_RESULT, BAD_INPUT])
+def test_a_typed_failure_comes_before_the_deaths_that_it_brings(exit_code: int) -> None:
+    """torchrun and mpirun end the other ranks when the first one leaves, some before they can leave a record."""
+    plan = make_plan("run", load_config(None, {"parallel.dcp": 2}), "builtin", None)
+    refused = RankRecord(1, 101, "host", "failed", exit_code, 5.0, "cache.pages = 0")
+    conclusion = conclude(plan, {1: refused})
+    assert (conclusion.exit_code, conclusion.error, conclusion.dead_ranks) == (exit_code, "cache.pages = 0", (0,))
 
 
 @pytest.mark.parametrize(("options", "error"), [(["--stopped"], "told to stop"), ([], "rank 0 died: ")])
