@@ -9,6 +9,7 @@ the dead rank when a launcher (torchrun, mpirun) ends the survivors and returns 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -122,8 +123,11 @@ def write_record(folder: Path, record: RankRecord) -> None:
 
 
 def read_records(folder: Path) -> dict[int, RankRecord]:
-    """The records present, by rank."""
-    records = (RankRecord(**json.loads(path.read_text())) for path in folder.glob("rank-*.json"))
+    """The records present, by rank; a damaged one counts for nothing, like that of a rank that left none."""
+    records = []
+    for path in folder.glob("rank-*.json"):
+        with contextlib.suppress(ValueError, TypeError):
+            records.append(RankRecord(**json.loads(path.read_text())))
     return {record.rank: record for record in sorted(records, key=lambda record: record.rank)}
 
 

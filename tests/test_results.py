@@ -74,6 +74,16 @@ def test_a_damaged_plan_is_refused(text: str, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == f"error: no plan of a run in {tmp_path} (it is damaged)\n"
 
 
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]"])
+def test_a_damaged_record_is_that_of_a_rank_that_left_none(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(tmp_path, make_plan("run", load_config(), "torchrun", str(tmp_path / "run.json")))
+    (tmp_path / "rank-0.json").write_text(text)
+    assert run_command(["conclude", str(tmp_path)]) == WAIT_EXPIRED
+    assert "error: rank 0 died: its process ended without a record\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("output", "reason"),
     [
