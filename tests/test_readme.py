@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from dcp_decode.config import load_config
+from dcp_decode.errors import ConfigError
+from dcp_decode.trace import read_trace
+from dcp_decode.waits import MailboxTimeout, Wait
+
 pytestmark = pytest.mark.xdist_group("launch")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -40,6 +45,19 @@ def test_readme_has_every_kind_of_command() -> None:
     assert any(command.startswith("launch/mpirun.sh ") for command in RUN_COMMANDS)
     others = [command for command in COMMANDS if command not in MAKE_COMMANDS + RUN_COMMANDS]
     assert others == [".venv/bin/dcp-decode doctor configs/smoke.toml"]  # tests/test_doctor.py runs it
+
+
+def test_errors_read_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    good, bad = ({"timestamp": 0, "input_length": length, "output_length": 1} for length in (1, -4))
+    Path("trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [good] * 6 + [bad]))
+    with pytest.raises(ConfigError) as geometry:
+        load_config(None, {"parallel.dcp": 3})
+    with pytest.raises(ConfigError) as line:
+        list(read_trace("trace.jsonl"))
+    waited = Wait("SPARSE", 0, 3, 0, 36, 0, 12, -1, 0, 0)
+    for error in (geometry.value, line.value, MailboxTimeout([waited], 2.0)):
+        assert f"\nerror: {error}\n" in README
 
 
 @pytest.mark.parametrize("command", [*MAKE_COMMANDS, "make install"])
