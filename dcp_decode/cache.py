@@ -23,6 +23,8 @@ from dcp_decode import numerics
 from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.geometry import PAGE_TOKENS, Geometry
 
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # named by torch in a RuntimeError when it has no memory
+
 Index = TypeVar("Index", int, torch.Tensor)
 
 
@@ -105,7 +107,9 @@ class FlatCache:
         # NaN bytes where nothing was written: a kernel that reads an unselected row shows it.
         try:
             self.rows = [torch.full(shape, numerics.E4M3_NAN, dtype=torch.uint8, device=device) for _ in range(layers)]
-        except RuntimeError:  # of torch's allocators, on a CPU and on a GPU
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and CPU_ALLOCATOR not in str(error):
+                raise
             size = layers * shape[0] * shape[1] / 2**30
             raise UnsupportedEnvironment(
                 f"a rank's cache of {size:.1f} GiB (cache.pages x {layers} layers) does not fit the memory of {device}"

@@ -219,3 +219,12 @@ def test_interleaved_ranks_store_a_context_once() -> None:
             written += positions.tolist()
         assert sorted(written) == list(range(tokens))
         assert all(after > before for before, after in pairwise(sorted(written)))
+
+
+def test_another_fault_of_torch_is_not_called_a_lack_of_memory(monkeypatch) -> None:
+    def broken(*arguments: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "full", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        FlatCache(1, 1, Geometry())
