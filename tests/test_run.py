@@ -266,6 +266,16 @@ def test_difference_between_ranks_is_named(theirs: dict, message: str) -> None:
     agree(TwoRanks(lambda value: value), "config", own)
 
 
+@pytest.mark.parametrize("key", ["requests", "service state"])
+def test_ranks_of_other_traces_or_schedules_are_refused(key: str, config_path: Path) -> None:
+    def theirs(value: Any) -> Any:
+        return value | {key: "others"} if isinstance(value, dict) and key in value else value
+
+    config = load_config(config_path, {"parallel.fabric": "loopback", "verify.mode": "off", "service.max_steps": 1})
+    with pytest.raises(ConfigError, match=f"{key} = 'others': on rank 1 must equal rank 0's "):
+        run_rank(config, TwoRanks(theirs))
+
+
 @pytest.mark.parametrize(("key", "value"), [("k_scale", 0.0625 * (1 + 2.0**-52)), ("q_scale", 0.125)])
 def test_scale_of_one_rank_is_refused_at_start(key: str, value: float, config_path: Path, tmp_path: Path) -> None:
     """Also a difference far below what a printed float of few digits would show."""
