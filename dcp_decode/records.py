@@ -32,11 +32,11 @@ class RankReport:
     """What a rank's body returns: the figures of contract section 7, group-wide, the same on every rank.
 
     fabric, device, family: as resolved. verified: None if nothing was checked, False is exit code 1. worst_error and
-    error_bound: of the worst (row, head) of all ranks by error / bound. refusals: why requests were refused, one line
-    each. acceptance: entry a counts the turns that kept a drafts. keys_per_row: smallest, median and largest count of
-    selected keys a row and rank. stages: name -> {p50_us, p95_us, p99_us, samples}, maximum over ranks per iteration;
-    stage_clock: how they were timed. fabric_reason: why that fabric. execution: how a GPU ran the steps, None on a CPU.
-    measurements: further keys of the document, such as a checkpoint's points.
+    error_bound: of the worst (row, head) of all ranks by error / bound, which worst_row names. refusals: why requests
+    were refused, one line each. acceptance: entry a counts the turns that kept a drafts. keys_per_row: smallest,
+    median and largest count of selected keys a row and rank. stages: name -> {p50_us, p95_us, p99_us, samples},
+    maximum over ranks per iteration; stage_clock: how they were timed. fabric_reason: why that fabric. execution: how
+    a GPU ran the steps, None on a CPU. measurements: further keys of the document, such as a checkpoint's points.
     """
 
     fabric: str
@@ -52,6 +52,7 @@ class RankReport:
     steps: int
     tokens: int
     acceptance: list[int]
+    worst_row: str | None = None
     keys_per_row: tuple[int, float, int] | None = None
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     stage_clock: str = ""

@@ -27,6 +27,7 @@ REPORT_KEYS = (
     "verified",
     "worst_error",
     "error_bound",
+    "worst_row",
     "checked_steps",
     "digest",
     "requests",

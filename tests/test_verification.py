@@ -5,6 +5,7 @@ Each fault replaces one method of the product for one test; without it the same 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from cpu_group import ROUTES, Group, make_inputs, verify
 
-from dcp_decode import cache, numerics, run
+from dcp_decode import cache, numerics, run, verification
 from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.solo import SoloControlPlane
@@ -219,6 +220,15 @@ def test_rows_without_any_error_are_verified_and_shown(tmp_path: Path, capsys: p
     plan = make_plan("run", config, "builtin", str(tmp_path / "run.json"))
     publish(conclude(plan, {0: record}), plan)
     assert "yes, 4 steps, worst error 0.000% of at most 0." in capsys.readouterr().out
+
+
+def test_the_worst_row_has_its_number_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows are checked at once."""
+    worst = report_of(run_small()).worst_row
+    monkeypatch.setitem(verification.ROWS_AT_ONCE, "cpu", 1)
+    assert report_of(run_small()).worst_row == worst
+    assert worst is not None
+    assert re.fullmatch(r"step \d, layer 0, rank \d, row [1-9]", worst)
 
 
 @pytest.mark.parametrize("scale", [1e3, 1e5])

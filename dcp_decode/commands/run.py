@@ -117,6 +117,7 @@ def report_of(summary: RunSummary) -> RankReport:
         steps=summary.steps,
         tokens=summary.tokens,
         acceptance=summary.acceptance,
+        worst_row=summary.worst.place if checked else None,
         keys_per_row=None if keys is None else (keys["min"], keys["median"], keys["max"]),
         stages={name: stage_statistics(seconds) for name, seconds in summary.stage_seconds.items()},
         stage_clock=summary.stage_clock,
