@@ -99,10 +99,15 @@ def test_gate_finds_a_wrong_lse_on_the_local_route() -> None:
 
 
 def test_gate_finds_outputs_that_nobody_wrote() -> None:
-    ranks = bench_ranks()
-    idle = Subject("chain", lambda layer: None, ranks.prepare_chain)
-    with pytest.raises(WrongResult):
-        Gate(ranks).check_chain(idle, CONFIG, "idle")
+    """Also where the right rows, the same in all layers, are still there from before."""
+    ranks = bench_ranks("hot")
+    gate = Gate(ranks)
+    for name, check in (("sparse_decode", gate.check_sparse), ("chain", gate.check_chain)):
+        subject = subject_named(ranks, name)
+        idle = replace(subject, launch=lambda layer: None)
+        check(subject, CONFIG, "right")
+        with pytest.raises(WrongResult, match=r"idle, layer 0, rank 1: row 0 head 0 "):
+            check(idle, CONFIG, "idle")
 
 
 def test_gate_finds_words_left_in_a_mailbox() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -114,6 +115,17 @@ def test_an_output_that_can_be_written_is_allowed_and_not_made(tmp_path: Path, m
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(ConfigError, match="is read-only"):
         require_writable(str(tmp_path / "run.json"))
+
+
+def test_half_a_document_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(path: Path, text: str) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(NotWritten, match="No space left on device"):
+        write_document({"exit_code": 0, "error": None}, str(tmp_path / "run.json"), 0.0)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
