@@ -283,13 +283,14 @@ def test_a_fault_that_turns_no_stage_red_turns_the_job_red(fault: str | None, ex
 def test_report_shows_every_kind_of_end_and_escapes(tmp_path: Path) -> None:
     outcomes = [
         Outcome("doctor", "d", VERIFIED, 1.0, "", "doctor.log"),
-        Outcome("group", "g", BAD_INPUT, 2.0, "<b> & 'c'", "group.log"),
+        Outcome("group", "g", BAD_INPUT, 2.0, "<b> & 'c' \x1b[31m", "group.log"),
         Outcome("gate", "c", None, 0.0, "no baseline", None),
     ]
     document = json.loads(write_report(tmp_path, outcomes, BAD_INPUT).read_text())
     assert [stage["result"] for stage in document["stages"]] == ["ok", "failed", "skipped"]
     suite = ElementTree.parse(tmp_path / "job.xml").getroot()
     assert [suite.get(key) for key in ("tests", "failures", "skipped")] == ["3", "1", "1"]
+    assert suite[1][0].get("message") == "<b> & 'c' ?[31m"
     page = (tmp_path / "index.html").read_text()
     assert "&lt;b&gt; &amp; &#39;c&#39;" in page
     assert '<a href="group.log">group</a>' in page

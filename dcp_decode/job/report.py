@@ -130,10 +130,15 @@ def _junit(outcomes: Sequence[Outcome]) -> ElementTree.Element:
             suite, "testcase", classname="ci-job", name=outcome.name, time=f"{outcome.seconds:.3f}"
         )
         if outcome.exit_code is None:
-            ElementTree.SubElement(case, "skipped", message=outcome.text)
+            ElementTree.SubElement(case, "skipped", message=_of_xml(outcome.text))
         elif outcome.exit_code:
             failure = ElementTree.SubElement(
-                case, "failure", message=outcome.text, type=f"exit code {outcome.exit_code}"
+                case, "failure", message=_of_xml(outcome.text), type=f"exit code {outcome.exit_code}"
             )
             failure.text = f"{outcome.command}\nsee {outcome.log}"
     return suite
+
+
+def _of_xml(text: str) -> str:
+    """Text without the characters that XML can't hold, such as those that colour a terminal."""
+    return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
