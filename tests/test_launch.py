@@ -263,6 +263,7 @@ class Finder:
         if name == "dcp_decode.cli":
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has started with &
 sys.meta_path.insert(0, Finder())
 from dcp_decode.__main__ import main
 main()
