@@ -23,12 +23,14 @@ from dcp_decode.checkpoint.inputs import KeyCaches, L2Eviction  # noqa: E402
 from dcp_decode.checkpoint.peers import Candidate  # noqa: E402
 from dcp_decode.checkpoint.peers.plain_torch import PlainTorch  # noqa: E402
 from dcp_decode.checkpoint.peers.triton_split_kv import TritonSplitKv  # noqa: E402
+from dcp_decode.checkpoint.points import Shape  # noqa: E402
 from dcp_decode.checkpoint.presentation import notes, points_table  # noqa: E402
 from dcp_decode.checkpoint.rank import report_of  # noqa: E402
 from dcp_decode.checkpoint.timing import Series, Subject  # noqa: E402
 from dcp_decode.config import RunConfig, load_config  # noqa: E402
 from dcp_decode.errors import WrongResult  # noqa: E402
 from dcp_decode.fabric.placement import Placement  # noqa: E402
+from dcp_decode.geometry import Geometry  # noqa: E402
 
 LAYERS = 6
 
@@ -297,3 +299,9 @@ def test_document_of_a_measurement_is_shown_as_a_table() -> None:
     document = keys | {"verified": True, "worst_error": 0.02, "error_bound": 0.03}
     assert points_table(document).row_count == 2
     assert any(line.startswith("verify step of 6 layers in one graph, chain, 2 x 16") for line in notes(document))
+
+
+def test_compulsory_bytes_are_moved_once() -> None:
+    """Keys with their row numbers, query bytes, BF16 partial rows and LSE."""
+    found = floors.compulsory_bytes(Geometry(heads=96), Shape(5, 96, 256))
+    assert found == 5 * 256 * (576 + 4) + 5 * 96 * (576 + 512 * 2 + 4)

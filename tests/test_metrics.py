@@ -14,10 +14,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dcp_decode.cli import run_command
+from dcp_decode.commands.options import metrics_options
 from dcp_decode.config import load_config
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.errors import BAD_INPUT, WAIT_EXPIRED, ConfigError, UnsupportedEnvironment
@@ -207,3 +209,9 @@ def test_a_stopped_rank_turns_every_liveness_false(endless_run: tuple[subprocess
     wait_for(lambda: get(port, "/healthz")[0] == 200 and steps(port) > before + 1)
     process.terminate()
     assert process.wait(20) == WAIT_EXPIRED
+
+
+def test_metrics_are_for_this_host_only_unless_asked_otherwise() -> None:
+    command = metrics_options(click.command()(lambda **_: None))
+    given = command.make_context("run", []).params
+    assert (given["metrics_address"], given["metrics_port"]) == ("127.0.0.1", None)

@@ -222,6 +222,21 @@ def test_rows_without_any_error_are_verified_and_shown(tmp_path: Path, capsys: p
     assert "yes, 4 steps, worst error 0.000% of at most 0." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("mode", ["every", "sample", "off"])
+def test_the_needle_is_looked_for_before_every_verified_run(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def miss(*_: object) -> None:
+        raise WrongResult("a needle was lost")
+
+    monkeypatch.setattr(run, "check_needle_group", miss)
+    config = small_config()
+    config = config.model_copy(update={"verify": config.verify.model_copy(update={"mode": mode})})
+    if mode == "off":
+        assert run_rank(config, SoloControlPlane()).verified is None
+    else:
+        with pytest.raises(WrongResult, match="a needle was lost"):
+            run_rank(config, SoloControlPlane())
+
+
 def test_the_worst_row_has_its_number_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows are checked at once."""
     worst = report_of(run_small()).worst_row
