@@ -88,10 +88,6 @@ class Geometry:
         """H: query heads that one rank owns."""
         return self.heads // self.dcp
 
-    @property
-    def head_tiles(self) -> int:
-        return self.heads // HEAD_TILE
-
     @cached_property
     def scale_log2(self) -> float:
         """Factor from a raw byte-value dot product to a base-2 logit, an exact FP32 value."""
