@@ -215,3 +215,16 @@ def test_metrics_are_for_this_host_only_unless_asked_otherwise() -> None:
     command = metrics_options(click.command()(lambda **_: None))
     given = command.make_context("run", []).params
     assert (given["metrics_address"], given["metrics_port"]) == ("127.0.0.1", None)
+
+
+@pytest.mark.parametrize("command", ["run", "soak"])
+@pytest.mark.parametrize(("option", "value"), [("--metrics-address", "127.0.0.1"), ("--stalled-after", "120")])
+def test_options_of_metrics_that_are_not_served_are_refused(
+    command: str, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those that ask for the default: whoever gives one believes that something is served."""
+    assert run_command([command, option, value, "--layers", "1"]) == BAD_INPUT
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert captured.err.startswith(f"error: {option} = ")
+    assert captured.err.endswith(": needs --metrics-port, without which nothing is served\n")
