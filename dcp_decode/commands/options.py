@@ -88,8 +88,13 @@ def metrics_options(command: Command) -> Command:
 
 
 def read_metrics(options: dict[str, Any]) -> MetricsSettings | None:
-    """What was asked of the metrics server, or None."""
+    """What was asked of the metrics server of the command that is being run, or None. Raises ConfigError."""
     if options["metrics_port"] is None:
+        context = click.get_current_context()
+        for option in ("--metrics-address", "--stalled-after"):
+            name = _name(option)
+            if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+                raise ConfigError(option, options[name], "needs --metrics-port, without which nothing is served")
         return None
     from dcp_decode.metrics import MetricsSettings  # imports prometheus_client
 

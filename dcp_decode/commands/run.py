@@ -48,6 +48,7 @@ def run(
     Starts its own ranks, or is one when torchrun or mpirun started it.
     """
     configured = read_config(config, options)
+    metrics = read_metrics(options)
     if inject is not None and configured.parallel.dcp == 1:
         raise ConfigError("--inject", inject, "needs two ranks, but parallel.dcp = 1")
     if prepare is not None:  # launch/*.sh: leave the plan for `conclude`, say how many ranks to start
@@ -60,7 +61,6 @@ def run(
     before_stage = None
     if inject is not None:
         before_stage = FaultInjector(EXAMPLES[inject], configured.model.layers, configured.parallel.route)
-    metrics = read_metrics(options)
 
     def body(control: ControlPlane) -> RankReport:
         report = run_one_rank(configured, control, before_stage, metrics)

@@ -42,11 +42,11 @@ def soak(config: Path | None, minutes: float, faults: str, output: str | None, *
     from dcp_decode.results import require_writable
 
     configured = read_config(config, options)
+    metrics = read_metrics(options)
     kinds = rounds.parse_kinds(faults)
     launcher = detect_launcher(os.environ)
     if launcher.name != "builtin":
         raise UnsupportedEnvironment(f"soak starts its own ranks: start it without {launcher.name}")
-    metrics = read_metrics(options)
     require_writable(output)
     plan = make_plan("soak", configured, launcher.name, output)
 
