@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from dcp_decode.config import RunConfig
@@ -26,6 +26,7 @@ from dcp_decode.records import RECORDS_VARIABLE, Plan, RankRecord, await_records
 from dcp_decode.results import Conclusion, conclude, require_writable
 from dcp_decode.scratch import scratch_folder
 from dcp_decode.supervisor import supervise
+from dcp_decode.world import Launcher, check_world
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MPI_VARIABLES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
@@ -33,15 +34,6 @@ LATE_RECORDS_SECONDS = 0.5
 LARGEST_WORLD = 1 << 20
 
 Publish = Callable[[Conclusion, Plan], None]
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """Who started this process: name (builtin, torchrun, mpi), its rank and the size of its world."""
-
-    name: str
-    rank: int
-    size: int
 
 
 def detect_launcher(environment: Mapping[str, str]) -> Launcher:
@@ -75,20 +67,6 @@ def _integer(environment: Mapping[str, str], name: str, least: int, most: int) -
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
         raise ConfigError(name, text, f"must be an integer in {least} .. {most}")
     return int(text)
-
-
-def check_world(launcher: Launcher, config: RunConfig) -> None:
-    """Refuse a launcher whose world doesn't fit the config. Raises UnsupportedEnvironment."""
-    if launcher.name == "builtin":
-        return
-    if config.parallel.fabric == "loopback":
-        raise UnsupportedEnvironment(
-            f"parallel.fabric = loopback runs all ranks in one process: start it without {launcher.name}"
-        )
-    if launcher.size != config.parallel.dcp:
-        raise UnsupportedEnvironment(
-            f"{launcher.name} started {launcher.size} ranks, but parallel.dcp is {config.parallel.dcp}"
-        )
 
 
 def connect(launcher: Launcher, deadline_seconds: float) -> ControlPlane:

@@ -25,7 +25,7 @@ from dcp_decode.doctor.gpus import Gpu, HostGpus, PeerPath, observe_gpus
 from dcp_decode.doctor.verdicts import Examination, examine
 from dcp_decode.kernels.aot import MANIFEST, file_hash
 from dcp_decode.kernels.fingerprint import source_hash
-from dcp_decode.launcher import Launcher
+from dcp_decode.world import Launcher
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LOADS = {"cutlass": Import(True, "loads"), "nvshmem": Import(True, "loads"), "mpi4py": Import(True, "loads")}

@@ -22,10 +22,11 @@ from dcp_decode.config import load_config
 from dcp_decode.control.plane import ControlPlane, Peer
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, ConfigError, UnsupportedEnvironment
 from dcp_decode.forensics.archive import read
-from dcp_decode.launcher import check_world, detect_launcher
+from dcp_decode.launcher import detect_launcher
 from dcp_decode.records import RankRecord, RankReport, make_plan, read_records
 from dcp_decode.results import Conclusion, conclude
 from dcp_decode.supervisor import supervise
+from dcp_decode.world import check_world
 
 pytestmark = pytest.mark.xdist_group("launch")
 

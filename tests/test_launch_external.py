@@ -192,3 +192,21 @@ def test_launch_script_verifies_or_refuses(launcher: str, tmp_path: Path) -> Non
     )
     assert run.returncode == VERIFIED, run.stderr
     assert json.loads(output.read_text())["verified"] is True
+
+
+@pytest.mark.parametrize("command", [["run"], ["checkpoint", "--mode", "group"]])
+@pytest.mark.parametrize("launcher", ["torchrun", MPI])
+def test_launch_script_refuses_a_fabric_of_one_process_before_its_ranks_start(
+    launcher: str, command: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('a refusal needs no torch')")
+    refused = subprocess.run(
+        [COMMANDS[launcher][0], *command, "--fabric", "loopback"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert (refused.returncode, refused.stdout) == (BAD_INPUT, "")
+    reason = f"parallel.fabric = loopback runs all ranks in one process: start it without {launcher}"
+    assert refused.stderr == f"error: {reason}\n"

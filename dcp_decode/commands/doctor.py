@@ -20,7 +20,7 @@ from dcp_decode.records import RECORDS_VARIABLE, Outcome, RankRecord, write_reco
 if TYPE_CHECKING:
     from dcp_decode.control.plane import ControlPlane
     from dcp_decode.doctor.verdicts import Examination
-    from dcp_decode.launcher import Launcher
+    from dcp_decode.world import Launcher
 
 PLAIN_WIDTH = 200  # of a line when standard output is no terminal
 

@@ -14,6 +14,7 @@ from dcp_decode.config import RunConfig, load_config
 from dcp_decode.errors import VERIFIED, ConfigError
 from dcp_decode.records import make_plan, write_plan
 from dcp_decode.results import require_writable
+from dcp_decode.world import Launcher, check_world
 
 if TYPE_CHECKING:
     from dcp_decode.metrics import MetricsSettings
@@ -106,8 +107,10 @@ def read_metrics(options: dict[str, Any]) -> MetricsSettings | None:
 
 def prepare_launch(folder: Path, command: str, config: RunConfig, launcher: str, output: str | None) -> int:
     """What `--prepare` does for `launch/*.sh`: leave the plan for `conclude`, say how many ranks to start."""
-    if command != "doctor" and os.environ.get("NODE_RANK", "0") == "0":  # the node that writes the document
-        require_writable(output)
+    if command != "doctor":  # which says itself what will not run
+        check_world(Launcher(launcher, 0, config.parallel.dcp), config)
+        if os.environ.get("NODE_RANK", "0") == "0":  # the node that writes the document
+            require_writable(output)
     write_plan(folder, make_plan(command, config, launcher, output))
     click.echo(config.parallel.dcp)
     return VERIFIED

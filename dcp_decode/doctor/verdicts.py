@@ -23,8 +23,8 @@ from dcp_decode.formats import ROW_BYTES
 from dcp_decode.kernels.aot import check_build, read_manifest
 from dcp_decode.kernels.sparse_layout import sparse_for
 from dcp_decode.kernels.sparse_refusal import ARCHITECTURES
-from dcp_decode.launcher import Launcher, check_world
 from dcp_decode.mailbox import MailboxLayout
+from dcp_decode.world import Launcher, check_world
 
 NO_MULTICAST = {"nvshmem": NVSHMEM, "symm_mem": SYMMETRIC_MEMORY}
 GPU_FABRICS = ("nvshmem", "symm_mem")
