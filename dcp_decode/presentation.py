@@ -62,9 +62,9 @@ def plain_console() -> Console:
 def publish(conclusion: Conclusion, plan: Plan) -> None:
     """Write the document, print the table, an error if there is one, and the document's path as the last line.
 
-    Bad input or environment: nothing ran, so there is only the error.
+    Bad input or environment: if no rank came to its end, there is only the error.
     """
-    if conclusion.exit_code == BAD_INPUT:
+    if conclusion.exit_code == BAD_INPUT and conclusion.document["digest"] is None:
         print(f"error: {conclusion.error}", file=sys.stderr, flush=True)
         return
     path = write_document(conclusion.document, plan.output, plan.started)

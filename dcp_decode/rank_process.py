@@ -89,11 +89,11 @@ class RankProcess:
         return record
 
     def _finished(self, report: RankReport) -> RankRecord:
-        wrong = report.verified is False
+        exit_code, error = _verdict(report)
         return self._record(
-            "failed" if wrong else "ok",
-            WRONG_RESULT if wrong else VERIFIED,
-            f"wrong result: error {report.worst_error} is above its bound {report.error_bound}" if wrong else None,
+            "ok" if exit_code == VERIFIED else "failed",
+            exit_code,
+            error,
             report=asdict(report),
             device=describe_device(report.device) if self.rank == 0 else None,
         )
@@ -142,6 +142,16 @@ class RankProcess:
             if self._own_record is None:
                 # Neither the interpreter's exit handlers nor MPI_Finalize: both may wait for peers that are gone.
                 leave(WAIT_EXPIRED)
+
+
+def _verdict(report: RankReport) -> tuple[int, str | None]:
+    """Exit code and error of a body that came to its end."""
+    if report.verified is False:
+        return WRONG_RESULT, f"wrong result: error {report.worst_error} is above its bound {report.error_bound}"
+    if report.refusals and len(report.refusals) == report.requests["in"]:
+        count = len(report.refusals)
+        return BAD_INPUT, f"{count} of {count} requests can never run; {report.refusals[0]}"
+    return VERIFIED, None
 
 
 def leave(exit_code: int) -> None:

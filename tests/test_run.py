@@ -195,13 +195,26 @@ def test_row_stride_and_padding_change_no_bit(config_path: Path, plain: RunSumma
     assert run_here(config_path, mailbox__capacity=14).digest == plain.digest  # still two requests a step
 
 
-def test_run_in_which_every_request_is_refused_has_a_document() -> None:
-    synthetic = {"requests": 2, "input_length": 15_000, "output_length": 30}
-    config = load_config(None, {"cache.pages": 1, "parallel.fabric": "loopback", "workload.synthetic": synthetic})
-    nothing = run_rank(config, SoloControlPlane())
-    assert nothing.requests == {"in": 2, "finished": 0, "running": 0, "waiting": 0, "refused": 2}
-    assert (nothing.steps, nothing.verified, nothing.keys_a_row) == (0, None, None)
-    assert report_of(nothing).stages["chain"]["samples"] == 0
+@pytest.mark.parametrize("how", ["loopback", "torchrun"])
+def test_run_in_which_every_request_is_refused_is_bad_input_with_a_document(how: str, tmp_path: Path) -> None:
+    config, output = tmp_path / "refused.toml", tmp_path / "out.json"
+    two = "[cache]\npages = 1\n[workload.synthetic]\nrequests = 2\ninput_length = 15000\noutput_length = 30\n"
+    config.write_text("[parallel]\ndcp = 2\n[model]\nheads = 16\n" + two)
+    fabric = ("--fabric", "loopback") if how == "loopback" else ()
+    done = subprocess.run(
+        [*COMMANDS[how], "run", str(config), "--output", str(output), *fabric],
+        capture_output=True, text=True, env=ENVIRONMENT, cwd=REPOSITORY, timeout=100, check=False,
+    )  # fmt: skip
+    error = "2 of 2 requests can never run; request 0 refused: 15000 input + 30 output + 4 draft tokens need "
+    assert done.returncode == BAD_INPUT
+    assert [line.startswith(f"error: {error}") for line in done.stderr.splitlines()] == [True]
+    assert done.stdout.splitlines()[-1] == str(output)
+    document = json.loads(output.read_text())
+    assert (document["exit_code"], document["verified"]) == (BAD_INPUT, None)
+    assert document["error"].startswith(error)
+    assert document["requests"] == {"in": 2, "finished": 0, "running": 0, "waiting": 0, "refused": 2}
+    assert (document["steps"], document["keys_per_row"], len(document["refusals"])) == (0, None, 2)
+    assert document["stages"]["chain"]["samples"] == 0
 
 
 def test_a_fused_chain_is_refused_where_auto_means_the_cpu(config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
