@@ -200,7 +200,7 @@ def load_config(path: Path | None = None, overrides: Mapping[str, object] | None
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        text = read_input(path, LARGEST_CONFIG_BYTES).decode()
+        text = read_input(path, LARGEST_CONFIG_BYTES).decode("utf-8-sig")  # with a byte order mark or without
     except OSError as error:
         raise ConfigError("config", str(path), f"must be a readable TOML file ({error.strerror})") from None
     except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ key, value and what is allowed: a silently skipped request would make every late
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceRequ
             line_number = 0
             while (limit is None or count < limit) and (line := file.readline(MAX_LINE_BYTES + 1)):
                 line_number += 1
+                if line_number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if not line.strip():
                     continue
                 request = _parse(line, f"{path}:{line_number}", count, earliest)
@@ -89,7 +92,7 @@ def _parse(line: bytes, place: str, index: int, earliest: int) -> TraceRequest:
     if len(line) > MAX_LINE_BYTES:
         raise ConfigError(place, _shown(line), f"a line must be at most {MAX_LINE_BYTES} bytes")
     try:
-        fields = json.loads(line, object_pairs_hook=_without_duplicates)
+        fields = json.loads(line.decode(), object_pairs_hook=_without_duplicates)
     except _DuplicateKey as error:
         raise ConfigError(f"{place}: {error.args[0]}", _shown(line), "a key must occur once") from error
     except (ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ import pytest
 from dcp_decode.cli import run_command
 from dcp_decode.config import SAMPLE_TRACE, RunConfig, load_config
 from dcp_decode.errors import BAD_INPUT, ConfigError
+from dcp_decode.trace import read_trace
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -197,6 +198,21 @@ def test_latency_checkpoint_is_the_models() -> None:
     assert (config.model.layers, config.service.draft_tokens + 1, geometry.padded_heads) == (24, 5, 96)
     assert config.workload.synthetic is not None
     assert config.workload.synthetic.input_length == 120_000
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config_or_trace(tmp_path: Path) -> None:
+    """Editors of some systems begin every UTF-8 file with one."""
+    trace, path = tmp_path / "own.jsonl", tmp_path / "config.toml"
+    trace.write_bytes(b'\xef\xbb\xbf{"timestamp": 0, "input_length": 3, "output_length": 1}\n')
+    path.write_bytes(b"\xef\xbb\xbf[model]\nlayers = 3\n[workload]\ntrace = 'own.jsonl'\n")
+    config = load_config(path)
+    assert (config.model.layers, config.workload.trace) == (3, trace)
+    assert [request.input_length for request in read_trace(trace)] == [3]
+    path.write_bytes(b"[model]\n\xef\xbb\xbflayers = 3\n")  # only at the very beginning
+    trace.write_bytes(trace.read_bytes() * 2)
+    for refused in (lambda: load_config(path), lambda: list(read_trace(trace))):
+        with pytest.raises(ConfigError, match=r"config\.toml|own\.jsonl:2"):
+            refused()
 
 
 def test_config_is_frozen() -> None:
