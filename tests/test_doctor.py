@@ -104,7 +104,20 @@ def test_caches_beyond_the_memory_of_a_host_are_refused() -> None:
     assert judged([laptop], **fits).ready
     found = judged([laptop], **fits | {"cache__pages": 234_000})
     assert not found.ready
-    assert found.answer == "cache.pages = 234000: 8 ranks x 16 layers x 234000 pages take 1028.3 GiB, and a has 1024.0"
+    assert found.answer == (
+        "cache.pages = 234000: 8 ranks x 16 layers x 234000 pages and the mailboxes take 1028.4 GiB, and a has 1024.0"
+    )
+
+
+def test_mailboxes_take_memory_too() -> None:
+    settings = {"parallel__fabric": "loopback", "cache__pages": 1, "mailbox__capacity": 4096}
+    assert judged([rank_facts(memory_bytes=32 * GIB)], **settings).ready
+    assert "cache.pages = 1: 8 ranks " in judged([rank_facts(memory_bytes=8 * GIB)], **settings).answer
+
+
+def test_a_container_has_the_memory_of_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observing, "memory_bytes", lambda: 5 * GIB)
+    assert observing.observe(0, with_imports=False).memory_bytes == 5 * GIB
 
 
 def test_one_gpu_runs_eight_ranks_in_one_process_or_over_nvshmem() -> None:

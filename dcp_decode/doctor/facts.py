@@ -18,6 +18,7 @@ import torch
 from dcp_decode import environment
 from dcp_decode.doctor.gpus import Gpu, HostGpus, observe_gpus
 from dcp_decode.fabric.shm import SHARED_MEMORY
+from dcp_decode.host_memory import memory_bytes
 
 IMPORT_SECONDS = 60.0
 
@@ -44,7 +45,8 @@ class Import:
 class RankFacts:
     """The facts of one rank. cuda_torch: the CUDA version torch was built with. visible_gpus: uuids that torch sees.
 
-    imports: None on all but the first rank of a host, which asks for all of them. shared_memory_*: bytes of /dev/shm.
+    imports: None on all but the first rank of a host, which asks for all of them. memory_bytes: what this
+    process may use. shared_memory_*: bytes of /dev/shm.
     """
 
     rank: int
@@ -74,7 +76,7 @@ def observe(rank: int, with_imports: bool) -> RankFacts:
         process_id=os.getpid(),
         processor=environment.describe_device("cpu")["name"],
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory_bytes=memory_bytes(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         versions=environment.versions(),
         cuda_torch=torch.version.cuda,

@@ -19,7 +19,7 @@ from dcp_decode.doctor.gpus import Gpu
 from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 from dcp_decode.fabric.multicast import NVSHMEM, SYMMETRIC_MEMORY, forbid_multicast
 from dcp_decode.fabric.placement import LEAST_CAPABILITY
-from dcp_decode.formats import ROW_BYTES
+from dcp_decode.host_memory import lack_of_memory
 from dcp_decode.kernels.aot import check_build, read_manifest
 from dcp_decode.kernels.sparse_layout import sparse_for
 from dcp_decode.kernels.sparse_refusal import ARCHITECTURES
@@ -28,7 +28,7 @@ from dcp_decode.world import Launcher, check_world
 
 NO_MULTICAST = {"nvshmem": NVSHMEM, "symm_mem": SYMMETRIC_MEMORY}
 GPU_FABRICS = ("nvshmem", "symm_mem")
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -178,16 +178,12 @@ class _Group:
         return Verdict("run", True, f"{self.size} ranks on the {where} over fabric {fabric.name}")
 
     def _no_memory(self) -> str:
-        """Why the caches of a host's ranks do not fit its memory, or nothing."""
-        config = self.config
-        rank = config.model.layers * config.cache.pages * config.cache.page_stride_rows * ROW_BYTES
-        for facts in self.ranks:
-            needed = self.per_host[facts.host] * rank
-            if needed > facts.memory_bytes:
-                ranks = f"{self.per_host[facts.host]} ranks x {config.model.layers} layers x {config.cache.pages} pages"
-                have = f"{needed / GIB:.1f} GiB, and {facts.host} has {facts.memory_bytes / GIB:.1f}"
-                return f"cache.pages = {config.cache.pages}: {ranks} take {have}"
-        return ""
+        """Why the ranks of a host do not fit its memory, or nothing."""
+        reasons = (
+            lack_of_memory(self.config, self.per_host[facts.host], facts.host, facts.memory_bytes)
+            for facts in self.ranks
+        )
+        return next(filter(None, reasons), "")
 
     def _fabric(self, on_gpu: bool, fabrics: Mapping[str, Verdict]) -> Verdict:
         named = self.config.parallel.fabric
