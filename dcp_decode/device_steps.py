@@ -210,6 +210,12 @@ class DeviceSteps:
         self._refuse_expired(buffers.any_expired)
         return buffers.result(batch, verified)
 
+    def release_cache(self) -> None:
+        """After other work on this device, as verification: what torch keeps of it goes, so that memory stays flat."""
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+            self._cache_emptied = True
+
     def measure_stages(self, replays: int) -> StageTimes | None:
         """Times of the newest step's stages, from replays of it after the run; None where no graph may run.
 

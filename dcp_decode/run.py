@@ -275,6 +275,9 @@ class Run:
             for first in range(0, len(layers), ranks):
                 self.verifier.check(plan.index, layers[first : first + ranks])
             self.checked_steps += 1
+            self.verifier.forget()
+            if self.device_steps is not None:
+                self.device_steps.release_cache()
             self.control.barrier(f"verification of step {plan.index}")
         self.service.complete(plan)
 

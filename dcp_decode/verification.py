@@ -104,6 +104,11 @@ class Verifier:
             if candidate.share > self.worst.share or not self.worst.bound:  # every error may be exactly 0
                 self.worst = candidate
 
+    def forget(self) -> None:
+        """Drop what was kept for further ranks of the newest (step, layer)."""
+        self._place = (-1, -1)
+        self._attended.clear()
+
     def _verdict(
         self,
         rows: tuple[VerifyRow, ...],
