@@ -69,7 +69,7 @@ REFUSED = {
     "batches = [1, 0]": "checkpoint.batches.1 = 0: must be a list; every entry must be an integer in 1 .. 512",
     "keys = [257]": "checkpoint.keys = 257: must be at most model.topk = 256",
     "compared_keys = [2048]": "checkpoint.compared_keys = 2048: must be at most model.topk = 256",
-    "heads = [104]": "checkpoint.heads = 104: every entry must be a multiple of 16 and of parallel.dcp = 8",
+    "heads = [104]": "checkpoint.heads = 104: every entry must be a multiple of 16",
     "sweep = 1": "checkpoint.sweep = 1: must be true or false",
 }
 
