@@ -91,6 +91,7 @@ def test_bad_config_is_refused_in_one_line(
         ("--samples 0", "checkpoint.samples = 0"),
         ("--render /nowhere.json", "--render = '/nowhere.json'"),
         ("/nowhere.toml", "config = '/nowhere.toml'"),
+        ("--mode group --slowdown 0.2", "--slowdown = 0.2: needs checkpoint.mode = solo or loopback, not group\n"),
     ],
 )
 def test_bad_option_is_refused_in_one_line(options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

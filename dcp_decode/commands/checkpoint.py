@@ -10,6 +10,7 @@ import click
 
 from dcp_decode.commands.options import FiniteRange, launch_options, prepare_launch
 from dcp_decode.config import RunConfig, load_config
+from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 
 if TYPE_CHECKING:
     from dcp_decode.control.plane import ControlPlane
@@ -66,6 +67,8 @@ def checkpoint(
     configured = _place(
         config or LATENCY_CHECKPOINT, {key: value for key, value in overrides.items() if value is not None}
     )
+    if slowdown and configured.checkpoint.mode == "group":
+        raise ConfigError("--slowdown", slowdown, "needs checkpoint.mode = solo or loopback, not group")
     if prepare is not None:  # launch/*.sh: leave the plan for `conclude`, say how many ranks to start
         return _prepare(prepare, configured, launched_by, output)
     from dcp_decode.checkpoint.presentation import publish
@@ -85,8 +88,6 @@ def _place(path: Path, overrides: dict[str, object]) -> RunConfig:
 
 
 def _prepare(folder: Path, config: RunConfig, launched_by: str, output: str | None) -> int:
-    from dcp_decode.errors import UnsupportedEnvironment
-
     mode = config.checkpoint.mode
     if mode != "group":
         raise UnsupportedEnvironment(f"checkpoint.mode = {mode!r} runs in one process: start it without {launched_by}")
@@ -105,7 +106,6 @@ def _render(document: Path, html: Path | None) -> int:
     import json
 
     from dcp_decode.checkpoint.presentation import render
-    from dcp_decode.errors import ConfigError
     from dcp_decode.inputs import read_input
 
     try:
