@@ -11,16 +11,20 @@ layers of all local ranks.
 * **Lockstep.** Ranks in several processes on one device are time-sliced: one that spins keeps its producer away for a
   whole slice. They run eagerly and meet at a control-plane barrier after every stage that pushes. So does the first
   step of a shape everywhere: it loads modules, which may take longer than a mailbox deadline.
-* **Host work** of a replayed step, from the plan to the launched graph (medians of several runs, H200 host whose other
-  cores were busy), in us. A run digests a step's results before the next step, 12 MB with 24 layers of 96 heads, after
-  which nothing that a launch needs is in the caches. The last two columns launch the same nodes otherwise
-  (`device_graph`). Of one rank without digests: chains of one launch, of three.
-  Beside compilers that take all cores of the host everything of 24 layers takes 84 to 98.
+* **Host work** of a replayed step, from the plan to the launched graph: medians of runs in us, virtual machine with an
+  H200 and nothing else of ours on it. Rows are hashed on the device and stay there (`device_buffers`): copied out and
+  hashed on the host they drive what a launch needs out of its caches. `device_graph` has other forms of the launch.
 
-                                   a run      without digests    no conditional node    by torch
-      1 layer, 8 local ranks       13..22           11                    17               52
-      24 layers, 1 rank            43..53        11, 36                   61
-      24 layers, 8 local ranks     44..65           29                    71              167
+                                                  rows stay     rows to the host
+      1 layer, 8 local ranks, 5 rows              11..12            13..14
+      24 layers, 1 rank, 5 rows                   12..30            28..35
+      24 layers, 8 local ranks, 5 rows            15..47            38..42
+      24 layers, 8 local ranks, 20 rows           34..77            57..63, elsewhere 78
+
+  The spread is the machine's: one form of the code ran four times within a minute, its launch took 19, 24, 27 and 43,
+  and Python beside it grew alike; no page faults, no lost core. A wait that spins or a pinned thread changed nothing;
+  launches of an empty graph every 0.1 ms of a step keep a launch at 7 to 11 (17 to 31 in all), and make a step of 17 ms
+  0.16 ms longer (`results/host-work-h200-20261130.json`).
 
 * `expired` is looked at after every step, replays included: `MailboxTimeout` then names who waited for whom. While the
   host waits for a step it looks for peers that have died. It names them once the kernels' waits have expired too, at
@@ -50,10 +54,7 @@ from dcp_decode.verification import check_needle_group
 from dcp_decode.waits import MailboxTimeout, Wait, read_record
 
 PUSHES = frozenset({"select_push", "query_push", "sparse_decode_push", "value_push", "fused_chain"})
-# Between two looks at a step that has not ended. A core that sleeps loses what the next launch needs of its caches, so
-# one sleeps only for ranks that share its device.
-POLL_SECONDS = 0.0
-POLL_SECONDS_IN_LOCKSTEP = 20e-6
+POLL_SECONDS = 20e-6  # between two looks at a step that has not ended: well below a step's milliseconds
 LAST_WAIT_SECONDS = 2.0  # for a step whose peer has died, at most: so long may its kernels say whom they waited for
 LAUNCH_SECONDS = 0.2  # until kernels begin to wait, where processes share a device
 
@@ -341,7 +342,6 @@ class DeviceSteps:
         """
         # Polled, because a blocking call would keep signals, and the death of a peer, waiting for the step's deadlines.
         patience = min(self.deadline_seconds, LAST_WAIT_SECONDS) + LAUNCH_SECONDS
-        pause = POLL_SECONDS_IN_LOCKSTEP if self.lockstep else POLL_SECONDS
         give_up = None
         while not stream.query():
             now = time.monotonic()
@@ -349,7 +349,7 @@ class DeviceSteps:
                 give_up = now + patience
             if give_up is not None and now > give_up:
                 break
-            time.sleep(pause)  # 0 s too let other threads of this process run
+            time.sleep(POLL_SECONDS)
         if give_up is not None:
             self._refuse_dead_peers()
 

@@ -226,17 +226,6 @@ def test_a_dead_peer_is_named_with_the_waits_for_it_if_they_expire_in_time(monke
     steps._wait_for(SimpleNamespace(query=lambda: True))  # the step had ended before anybody died
 
 
-@pytest.mark.parametrize(("lockstep", "pause"), [(False, 0.0), (True, device_steps.POLL_SECONDS_IN_LOCKSTEP)])
-def test_only_ranks_that_share_a_device_sleep_while_they_wait(monkeypatch, lockstep, pause):
-    steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")
-    steps.lockstep = lockstep
-    pauses: list[float] = []
-    monkeypatch.setattr(device_steps, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
-    answers = iter([False, False, True])
-    steps._wait_for(SimpleNamespace(query=lambda: next(answers)))
-    assert pauses == [pause, pause]
-
-
 def test_steps_end_with_their_last_reference():
     """A GPU's caches are given back at once, not when Python next looks for cycles."""
     steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")
