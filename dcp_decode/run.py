@@ -26,6 +26,7 @@ from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 from dcp_decode.fabric.memory import Fabric
 from dcp_decode.fabric.placement import Placement, open_fabric, place
 from dcp_decode.forensics.black_box import black_box
+from dcp_decode.host_memory import lack_of_memory, memory_bytes
 from dcp_decode.kernels.fingerprint import source_hash
 from dcp_decode.mailbox import Mailbox, MailboxLayout
 from dcp_decode.service import Service, ServiceSettings, StepPlan
@@ -211,7 +212,16 @@ class Run:
         black_box.watch(mailboxes)
         return mailboxes
 
+    def _check_memory(self) -> None:
+        """Refuse caches and mailboxes that this host's ranks can't hold: whoever takes more than there is is killed."""
+        host = self.control.peers[self.control.rank].hostname
+        processes = sum(peer.hostname == host for peer in self.control.peers)
+        ranks = processes * len(self.fabric.local_ranks)
+        if lack := lack_of_memory(self.config, ranks, host, memory_bytes()):
+            raise UnsupportedEnvironment(lack)
+
     def _cpu_ranks(self) -> list[RankState]:
+        self._check_memory()
         deadline = self.config.mailbox.deadline_seconds
         return [
             RankState(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from launch_stub import report
 
+from dcp_decode import run
 from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.plane import ControlPlane
@@ -248,6 +250,23 @@ def test_rows_that_31_bits_do_not_number_are_refused(config_path: Path) -> None:
     assert check_row_range(2047, load_config(None, {"cache.page_stride_rows": 1 << 20}).geometry())
     with pytest.raises(ConfigError, match=r"cache.pages = 2047: .* 31 bits"):  # and the spare page of a GPU
         run_here(config_path, cache__pages=2047, cache__page_stride_rows=1 << 20)
+
+
+@pytest.mark.parametrize("fabric", ["loopback", "shm"])
+def test_ranks_that_do_not_fit_the_memory_are_refused_before_they_are_killed(
+    fabric: str, config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "memory_bytes", lambda: 4 << 20)
+    config = load_config(config_path, {"parallel.fabric": fabric, "service.max_steps": 1})
+    ranks = 1 if fabric == "loopback" else 8
+    supervise(
+        lambda control: report_of(run_rank(config, control)), ranks, tmp_path,
+        wait_deadline_seconds=5, control_deadline_seconds=60,
+    )  # fmt: skip
+    conclusion = conclude(make_plan("run", config, "builtin", None), read_records(tmp_path))
+    assert conclusion.exit_code == BAD_INPUT
+    error = r"cache.pages = 4: 8 ranks x 1 layers x 4 pages and the mailboxes take 0\.0 GiB, and .* has 0\.0"
+    assert re.fullmatch(error, str(conclusion.error))
 
 
 class TwoRanks(SoloControlPlane):
