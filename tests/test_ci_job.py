@@ -270,6 +270,17 @@ def test_a_run_that_verified_nothing_is_red(document: dict, exit_code: int, tmp_
     assert run_stage(group, tmp_path).exit_code == VERIFIED
 
 
+@pytest.mark.parametrize("damaged", ["", '{"verified": tr', "[]", "[" * 100_000, "\udcff"])
+def test_a_damaged_document_is_red_with_a_text(damaged: str, tmp_path: Path) -> None:
+    document = tmp_path / "damaged"
+    document.write_bytes(damaged.encode(errors="surrogateescape"))
+    group = python(f"import shutil; shutil.copy({str(document)!r}, {str(tmp_path / 'group.json')!r})", "group")
+    mpi = dataclasses.replace(python("", "mpi"), same_digest_as="group")
+    for stage in (dataclasses.replace(group, verifies=True), mpi):
+        outcome = run_stage(stage, tmp_path)
+        assert (outcome.exit_code, outcome.text) == (BAD_INPUT, "group.json is damaged, so nothing is proved by it")
+
+
 @pytest.mark.parametrize(("fault", "exit_code"), [("slowdown", BAD_INPUT), (None, VERIFIED)])
 def test_a_fault_that_turns_no_stage_red_turns_the_job_red(fault: str | None, exit_code: int, tmp_path: Path) -> None:
     (tmp_path / "doctor.json").write_text(json.dumps(HARDWARE))

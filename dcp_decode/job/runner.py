@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import IO, Annotated, Any, Literal
 from xml.etree import ElementTree
 
 from pydantic import BaseModel, Field, ValidationError
@@ -200,8 +200,10 @@ def _environment(stage: Stage) -> dict[str, str]:
 
 def unverified(stage: Stage, folder: Path) -> str:
     """Why a stage that ended well has proved nothing, or nothing."""
-    path = folder / f"{stage.name}.json"
-    if not stage.verifies or (path.is_file() and json.loads(path.read_text()).get("verified") is True):
+    for name in filter(None, (stage.name if stage.verifies else None, stage.same_digest_as)):
+        if _document(folder, name) is None:
+            return f"{name}.json is damaged, so nothing is proved by it"
+    if not stage.verifies or (_document(folder, stage.name) or {}).get("verified") is True:
         return ""
     return "no row was verified: could any request of the config run?"
 
@@ -210,13 +212,21 @@ def differing_digest(stage: Stage, folder: Path) -> str:
     """Why a stage's rows are not those of the stage before it, or nothing."""
     if stage.same_digest_as is None:
         return ""
-    digests = []
-    for name in (stage.same_digest_as, stage.name):
-        path = folder / f"{name}.json"
-        digests.append(json.loads(path.read_text())["digest"] if path.is_file() else None)
-    if None in digests or digests[0] == digests[1]:
+    first, second = ((_document(folder, name) or {}).get("digest") for name in (stage.same_digest_as, stage.name))
+    if first is None or second is None or first == second:
         return ""
-    return f"wrong result: digest {digests[1]}, but stage {stage.same_digest_as} has {digests[0]}"
+    return f"wrong result: digest {second}, but stage {stage.same_digest_as} has {first}"
+
+
+def _document(folder: Path, name: str) -> dict[str, Any] | None:
+    """A stage's document; empty if it left none, None if it is damaged."""
+    try:
+        document = json.loads(read_input(folder / f"{name}.json"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
 
 
 def tests_that_ran(results: Path) -> tuple[int, str]:
