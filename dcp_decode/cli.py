@@ -25,7 +25,7 @@ from dcp_decode.commands.doctor import doctor
 from dcp_decode.commands.explain import explain
 from dcp_decode.commands.run import run
 from dcp_decode.commands.soak import soak
-from dcp_decode.errors import BAD_INPUT, DcpDecodeError, Interrupted, UnsupportedEnvironment
+from dcp_decode.errors import BAD_INPUT, DcpDecodeError, Interrupted, UnsupportedEnvironment, shown
 from dcp_decode.records import RECORDS_VARIABLE, RankRecord, write_record
 
 REFUSAL_SECONDS = 10.0
@@ -65,7 +65,7 @@ def run_command(arguments: list[str] | None = None) -> int:
         click.echo(error.format_message(), err=True)
         return BAD_INPUT
     except click.ClickException as error:
-        return _refuse(DcpDecodeError(" ".join(error.format_message().split())), os.environ)
+        return _refuse(DcpDecodeError(shown(" ".join(error.format_message().split()), str)), os.environ)
     except click.Abort:
         return _refuse(Interrupted("told to stop (SIGINT)"), os.environ)
     except DcpDecodeError as error:

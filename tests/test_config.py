@@ -141,6 +141,15 @@ def test_bad_option_is_refused_in_one_line(
     assert_refused(["run", *options.split()], words, capsys)
 
 
+@pytest.mark.parametrize("options", [["--layers", "9" * 5000], ["--layers", "x\n" * 5000], [f"--{'x' * 5000}"]])
+def test_a_long_option_is_not_shown_whole(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", *options]) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert (error.startswith("error: "), error.count("\n")) == (True, 1)
+    assert " ... " in error
+    assert len(error) < 400
+
+
 def test_config_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(b"\xff\xfe")
