@@ -13,14 +13,7 @@ from sparse_reference import Faults, decode, merge, partial, truncating_product
 from dcp_decode import numerics, oracle
 from dcp_decode.errors import ConfigError, WrongResult
 from dcp_decode.geometry import Geometry
-from dcp_decode.needle import (
-    STRAY_BYTE,
-    address_queries,
-    build_needle,
-    check_addressed,
-    check_needle,
-    check_needle_lse,
-)
+from dcp_decode.needle import STRAY_BYTE, build_needle, check_needle, check_needle_lse
 
 KIMI = Geometry()
 COUNTS = (0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 2048)
@@ -464,40 +457,10 @@ def test_needle_counts_every_key_once(count: int, ranks: int) -> None:
         check_needle(needle, poisoned)
 
 
-@pytest.mark.parametrize("count", NEEDLE_COUNTS)
-def test_addressed_needle_pairs_every_value_with_its_probability(count: int) -> None:
-    needle = build_needle(count, 5, KIMI)
-    targets = torch.randperm(count, generator=torch.Generator().manual_seed(count))[:16].view(1, -1)
-    query, keys = address_queries(needle, targets), needle.key_bytes[None]
-    source = spaced_source(1, count, 8)
-    merged, _, _ = decode(query, keys, source, KIMI)
-    check_addressed(needle, merged, targets)
-    # The value rows of two keys swapped, their scores kept: the count needle can't see it, the address does.
-    swapped = keys.clone()
-    first, second = int(targets[0, 0]), int(targets[0, 1])
-    swapped[0, [first, second], :512] = keys[0, [second, first], :512]
-    zero = torch.zeros(1, 1, 576, dtype=torch.uint8)
-    check_needle(needle, decode(zero, swapped, source, KIMI)[0])
-    with pytest.raises(WrongResult, match=rf"key {first} .* was addressed, but .* the value of key {second}"):
-        check_addressed(needle, decode(query, swapped, source, KIMI)[0], targets)
-    missing = torch.arange(count) != second
-    with pytest.raises(WrongResult, match=rf"key {second} .* was addressed"):
-        check_addressed(needle, decode(query, keys[:, missing], source[:, missing], KIMI)[0], targets)
-
-
 def test_needle_refuses_what_it_cannot_code() -> None:
     for count in (0, 2049):
         with pytest.raises(ConfigError, match="needle count"):
             build_needle(count, 0, KIMI)
-    # A scale too small to address one key still counts all of them.
-    tiny = replace(KIMI, q_scale=2.0**-40)
-    needle = build_needle(64, 0, tiny)
-    check_needle(
-        needle,
-        decode(torch.zeros(1, 1, 576, dtype=torch.uint8), needle.key_bytes[None], spaced_source(1, 64, 8), tiny)[0],
-    )
-    with pytest.raises(ConfigError, match="needle separation"):
-        address_queries(needle, torch.tensor([[3]]))
 
 
 def test_a_lost_key_of_a_flat_row_hides_from_both_norms() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpu_group import ROUTES, Group, make_inputs, verify
+from cpu_group import ROUTES, Group, Inputs, make_inputs, verify
+from needle_address import address
 
 from dcp_decode import cache, numerics, run, verification
 from dcp_decode.commands.run import report_of
@@ -23,6 +24,7 @@ from dcp_decode.cpu.stages import CpuStages, LocalPartial
 from dcp_decode.errors import VERIFIED, WRONG_RESULT, WrongResult
 from dcp_decode.geometry import Geometry
 from dcp_decode.mailbox import Stage
+from dcp_decode.needle import build_needle
 from dcp_decode.presentation import publish
 from dcp_decode.records import RankRecord, make_plan
 from dcp_decode.results import conclude
@@ -50,6 +52,45 @@ def test_needle_passes(route: str, dcp: int, heads: int, topk: int, capacity: in
     group = Group(geometry)
     needle(group, route)
     assert group.armed_as_new()
+
+
+class SwapsValues(CpuStages):
+    """Rank 3 weighs the values of its first two keys of row 0 by each other's probability."""
+
+    def _attend(self, cache: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor) -> Partial:
+        if self.rank == 3:
+            cache, (one, other) = cache.clone(), rows[0, :2].tolist()
+            cache[[one, other], : numerics.LATENT_DIM] = cache[[other, one], : numerics.LATENT_DIM]
+        return super()._attend(cache, rows, valid)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("heads", "dcp", "topk"), [(96, 8, 2048), (96, 8, 96), (16, 16, 48), (16, 4, 513)])
+def test_every_head_gets_the_value_of_the_key_that_it_addresses(heads: int, dcp: int, topk: int, route: str) -> None:
+    """Through the mailboxes: another head, row, source or pairing of probability and value would show."""
+    geometry = Geometry(heads=heads, dcp=dcp, topk=topk, capacity=2, padded_heads=heads)
+    addressed = address(build_needle(topk, 3, geometry), 3, geometry)
+    targets = torch.randperm(topk, generator=torch.Generator().manual_seed(9))[torch.arange(2 * heads) % topk]
+    targets = targets.view(2, heads)
+    places = [(torch.arange(topk) % dcp == rank).nonzero()[:, 0] for rank in range(dcp)]
+    rows = [torch.full((2, topk), -1, dtype=torch.int32) for _ in places]
+    for own, place in zip(rows, places, strict=True):
+        own[:, : len(place)] = place
+    first, second = places[3][:2].tolist()
+    targets[0, 0] = first
+    query = (numerics.e4m3_values(addressed.queries(targets), torch.float32) * geometry.q_scale).bfloat16()
+    inputs = Inputs(
+        query,
+        (addressed.key_bytes,) * dcp,
+        tuple(rows),
+        tuple(torch.tensor([len(place)] * 2, dtype=torch.int32) for place in places),
+    )
+    assert addressed.misses(Group(geometry).run(inputs, route).merged, targets) == []
+    # Every key still counts once, so the needle of a run can't see it.
+    needle(Group(geometry, stages=SwapsValues), route)
+    misses = addressed.misses(Group(geometry, stages=SwapsValues).run(inputs, route).merged, targets)
+    assert misses[0] == (first, second)
+    assert {wanted for wanted, _ in misses} <= {first, second}
 
 
 class DropsKey(CpuStages):
