@@ -20,7 +20,7 @@ from dcp_decode.job.runner import GRACE_SECONDS, run_stage
 from dcp_decode.job.stages import Hardware, Stage
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TEST_STAGES = ("tests", "kernels", "multigpu")
+TEST_STAGES = ("tests", "gpu", "kernels", "multigpu")
 H200 = Hardware("cuda", "nvidia-h200", 1, 16, 140 << 30)
 
 
@@ -35,12 +35,12 @@ def test_stages_fit_the_device_and_the_node(tmp_path: Path) -> None:
     assert [stage.name for stage in on_cpu if stage.verifies] == ["group", "mpi"]
     for name in ("group", "mpi"):
         assert "--verify every" in commands(on_cpu)[name]
-    assert "tests/gpu" not in commands(on_cpu)["tests"]
+    assert " -n " not in commands(on_cpu)["tests"]
     assert "no " in on_cpu[-1].skip
     assert f"commit this run's {tmp_path}/checkpoint.json there" in on_cpu[-1].skip
     skipped = {stage.name: stage.skip for stage in on_cpu}
     assert skipped["multigpu"] == "needs several GPUs, and 0 are here"
-    assert (skipped["tests"], skipped["kernels"]) == ("", "needs a GPU")
+    assert (skipped["tests"], skipped["gpu"], skipped["kernels"]) == ("", "needs a GPU", "needs a GPU")
     on_gpu = stages.following(settings(tmp_path, inject="slowdown"), dataclasses.replace(H200, gpus=6))
     assert "--nproc-per-node 4 -m pytest " in commands(on_gpu)["multigpu"]
     assert not any(stage.skip for stage in on_gpu[:-1])
@@ -49,8 +49,8 @@ def test_stages_fit_the_device_and_the_node(tmp_path: Path) -> None:
         assert f" --junit-xml={tmp_path}/{name}.xml " in commands(on_gpu)[name]
     assert "checkpoint configs/latency_checkpoint.toml --quick" in commands(on_gpu)["checkpoint"]
     assert "--slowdown 0.2" in commands(on_gpu)["checkpoint"]
-    assert "tests/gpu" in commands(on_gpu)["tests"]
-    assert "not quiet" in commands(on_gpu)["tests"]
+    assert " -n 4 --dist loadgroup tests/test_launch" in commands(on_gpu)["tests"]
+    assert " -m gpu and alone and not quiet " in commands(on_gpu)["gpu"]
     assert "--inject" not in commands(on_gpu)["group"]
     several = settings(tmp_path / "node-1", shared=tmp_path, nodes=2, node=1)
     assert list(commands(stages.following(several, Hardware()))) == ["group"]
@@ -86,6 +86,8 @@ def test_what_tests_lack_is_their_reason(
     skipped = {stage.name: stage.skip for stage in found}
     assert {name for name in TEST_STAGES if skipped[name]} == reasons.keys()
     assert all(reason in skipped[name] for name, reason in reasons.items())
+    side_by_side = " -n 4 " in commands(found)["tests"]
+    assert side_by_side == (hardware.cores >= 16 and "pytest-xdist" not in lacking)
 
 
 def pytest_stage(folder: Path, test: str) -> Stage:

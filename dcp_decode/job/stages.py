@@ -3,7 +3,8 @@
 doctor      what the machine offers; the job ends with 2 if the config can't run here
 group       the config under torchrun, verified; on several nodes this is all that nodes 1, 2, ... take part in
 mpi         the same under mpirun, with the same digest
-tests       integration tests: launchers, fabrics, faults; on a GPU also whole runs and processes that share it
+tests       integration tests of launchers, fabrics and waits on the CPUs, side by side where there are cores for it
+gpu         whole runs on a GPU, and processes that share it: one after the other, as each needs it alone
 kernels     the kernels' own cases on a GPU, side by side: most of their time is compilation
 multigpu    a rank a GPU, where there are several
 soak        delays and stops, which must change no bit
@@ -18,7 +19,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-NAMES = ("doctor", "group", "mpi", "tests", "kernels", "multigpu", "soak", "checkpoint", "gate")
+NAMES = ("doctor", "group", "mpi", "tests", "gpu", "kernels", "multigpu", "soak", "checkpoint", "gate")
 INJECTIONS = ("hang", "wrong-bit", "slowdown")
 SLOWDOWN = "0.2"
 
@@ -31,6 +32,8 @@ CPU_STEPS = "70"  # of the CPU benchmark, 20 of them warm-up
 INTEGRATION_TESTS = ("tests/test_launch_external.py", "tests/test_fabric_shm.py", "tests/test_cpu_waits.py")
 GPU_TESTS = "tests/gpu"
 WORKER_BYTES = 8 << 30  # of GPU memory, for a process that runs the kernels' cases
+TEST_CORES = 4  # of an integration test: it starts eight ranks, most of which wait
+MOST_TESTS = 4  # at once: a handful takes most of their time
 LEAST_WORKERS = 4  # 1,062 cases take 24 minutes of a process (results/kernels-h200-20261130.json)
 
 
@@ -98,6 +101,7 @@ def following(settings: Settings, hardware: Hardware) -> list[Stage]:
         _group(settings),
         _mpi(settings),
         _tests(settings, hardware),
+        _gpu(settings, hardware),
         _kernels(settings, hardware),
         _multigpu(settings, hardware),
         _soak(settings),
@@ -128,11 +132,19 @@ def _run(settings: Settings, name: str) -> list[str]:
 
 
 def _tests(settings: Settings, hardware: Hardware) -> Stage:
-    tests = (*INTEGRATION_TESTS, GPU_TESTS) if hardware.device == "cuda" else INTEGRATION_TESTS
+    options = [*_pytest(settings, "tests", "not gpu"), *_failures(settings, "tests")]
+    workers = min(hardware.cores // TEST_CORES, MOST_TESTS)
+    if workers > 1 and not _lacking("pytest-xdist"):
+        options += ["-n", str(workers), "--dist", "loadgroup"]
+    skip = _lacking("pytest", "pytest-timeout")
+    return Stage("tests", (sys.executable, *options, *INTEGRATION_TESTS), 300, skip=skip)
+
+
+def _gpu(settings: Settings, hardware: Hardware) -> Stage:
     # A job holds ratios (`gate`), not microseconds of a host that others may share.
-    markers = "not multigpu and not quiet and (alone or not gpu)"
-    options = (*_pytest(settings, "tests", markers), *_failures(settings, "tests"))
-    return Stage("tests", (sys.executable, *options, *tests), 600, skip=_lacking("pytest", "pytest-timeout"))
+    options = (*_pytest(settings, "gpu", "gpu and alone and not quiet"), *_failures(settings, "gpu"))
+    skip = _lacking("pytest", "pytest-timeout") if hardware.device == "cuda" else "needs a GPU"
+    return Stage("gpu", (sys.executable, *options, GPU_TESTS), 300, skip=skip)
 
 
 def _kernels(settings: Settings, hardware: Hardware) -> Stage:
