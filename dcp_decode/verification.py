@@ -94,7 +94,7 @@ class Verifier:
             place = f"step {step}, layer {first.layer}, rank {first.rank}"
             verdict.require(f"{place}, counting rows from {start}")
             loosest = float(verdict.bound_oracle.max())
-            if loosest >= 1:
+            if not loosest < 1:  # NaN too
                 raise WrongResult(f"{place}: at these scales a row is allowed an error of {loosest:.3g} times its norm")
             worst = verdict.worst
             rank = first.rank + worst.head // self.geometry.owner_heads
