@@ -170,8 +170,7 @@ class DeviceSteps:
     def run(self, step: int, batch: Batch, verified: bool) -> StepResult:
         """One verify step. verified: read merged rows and selected positions back too.
 
-        Raises MailboxTimeout, or
-        RankDied if a peer's process has ended.
+        Raises MailboxTimeout, or RankDied if a peer's process has ended.
         """
         started = time.perf_counter()
         turns = batch.rows[:: self.rows_a_request]

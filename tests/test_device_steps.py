@@ -66,6 +66,15 @@ def make_service(geometry: Geometry) -> Service:
     return Service(REQUESTS, settings, geometry, PagePool(PAGES))
 
 
+def first_batch(steps: DeviceSteps) -> Batch:
+    """Of the first step of a service, its prompts in the caches."""
+    service = make_service(GEOMETRY)
+    plan = service.next_step()
+    for index in plan.prefills:
+        steps.prefill(service.request(index))
+    return Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
+
+
 def make_steps(geometry: Geometry, workload: Workload, route: str, deadline_seconds: float = 5.0) -> DeviceSteps:
     group = DeviceGroup(geometry, workload, LAYERS, PAGES, make_stages(geometry, deadline_seconds))
     return DeviceSteps(group, route, ROWS_A_REQUEST, SoloControlPlane(), False, deadline_seconds)
@@ -117,11 +126,8 @@ def test_every_row_equals_the_per_row_step(route):
 
 def test_a_digest_of_other_rows_is_found_by_verification(monkeypatch):
     workload = Workload(11, GEOMETRY)
-    steps, service = make_steps(GEOMETRY, workload, "push"), make_service(GEOMETRY)
-    plan = service.next_step()
-    for index in plan.prefills:
-        steps.prefill(service.request(index))
-    batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
+    steps = make_steps(GEOMETRY, workload, "push")
+    batch = first_batch(steps)
     right = steps.run(0, batch, verified=True)
     assert right.digests == [one.digest for one in right.results] == [rows_digest(one.merged) for one in right.results]
     monkeypatch.setattr(CpuStages, "digest", lambda self, merged, rows, digests: digests.fill_(7))
@@ -131,11 +137,8 @@ def test_a_digest_of_other_rows_is_found_by_verification(monkeypatch):
 
 
 def test_rows_are_read_back_only_for_verification():
-    steps, service = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push"), make_service(GEOMETRY)
-    plan = service.next_step()
-    for index in plan.prefills:
-        steps.prefill(service.request(index))
-    batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
+    steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")
+    batch = first_batch(steps)
     unread, read = (steps.run(0, batch, verified=verified) for verified in (False, True))
     assert (unread.results, unread.digests) == ([], read.digests)
     assert unread.valid.shape == (LAYERS, GEOMETRY.dcp, len(batch.rows))
@@ -177,11 +180,7 @@ def test_rows_of_padding_see_nothing_whatever_the_last_step_left():
 def test_an_expired_wait_names_who_waited_for_whom():
     workload = Workload(11, GEOMETRY)
     steps = make_steps(GEOMETRY, workload, "push", deadline_seconds=0.05)
-    service = make_service(GEOMETRY)
-    plan = service.next_step()
-    for index in plan.prefills:
-        steps.prefill(service.request(index))
-    batch = Batch(plan.rows, {row.request: service.request(row.request) for row in plan.rows})
+    batch = first_batch(steps)
     steps.ranks[2].stages.query_push = lambda query: None
     with pytest.raises(MailboxTimeout) as failure:
         steps.run(0, batch, verified=False)

@@ -18,6 +18,7 @@ import torch
 from dcp_decode import numerics, oracle
 from dcp_decode.checkpoint.ranks import BenchRanks
 from dcp_decode.checkpoint.timing import Subject
+from dcp_decode.digest import row_bytes
 from dcp_decode.errors import WrongResult
 from dcp_decode.kernels.sparse_layout import DecodeConfig
 from dcp_decode.mailbox import Section
@@ -152,7 +153,7 @@ def passed_by(verdicts: list[Verdict], outputs: list[torch.Tensor]) -> Passed:
     worst = max((verdict.worst for verdict in verdicts), key=lambda one: one.error / one.bound if one.bound else 0.0)
     digest = hashlib.sha256()
     for rows in outputs:
-        digest.update(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        digest.update(row_bytes(rows.cpu()))
     largest = max(float(verdict.bound_oracle.max()) for verdict in verdicts)
     return Passed(worst, largest, digest.hexdigest())
 
