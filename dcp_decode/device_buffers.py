@@ -11,6 +11,7 @@ host's caches.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +62,9 @@ class _Outputs:
 
 
 class StepBuffers:
-    """Buffers of one shape for the local ranks of a process. graph: the captured step; uses: steps it has run.
+    """Buffers of one shape for the local ranks of a process.
+
+    graph: the captured step; uses: steps it has run; seconds: that the newest replay took.
 
     merged: BF16 [layers, ranks, B, H, 512] and positions: int32 [layers, ranks, B, K], on the device.
     """
@@ -76,6 +79,7 @@ class StepBuffers:
         self.ranks = ranks
         self.graph: StepGraph | None = None
         self.uses = 0
+        self.seconds = math.inf
         self.family = ""  # of the sparse decode, once a layer has run
         self.integers = torch.zeros(shape.integers, dtype=torch.int64, device=device)
         lead = (layers, len(ranks), shape.rows)

@@ -65,19 +65,22 @@ class _NodeParameters(ctypes.Structure):
 
 
 class StepGraph:
-    """captured: the step, with keep_graph=True. stream: the one that `replay` launches on.
+    """captured: the step, with keep_graph=True; None: nothing. stream: the one that `replay` launches on.
 
     Raises UnsupportedEnvironment where the driver has no conditional nodes, or refuses a node of the body.
     """
 
-    def __init__(self, captured: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    def __init__(self, captured: torch.cuda.CUDAGraph | None, stream: torch.cuda.Stream) -> None:
         self._captured = captured  # holds the memory of what was captured
         whole, node, executable = (ctypes.c_void_p() for _ in range(3))
         _call("cuGraphCreate", ctypes.byref(whole), 0)
         try:
             body = _add_always_taken(whole)
-            step = ctypes.c_void_p(captured.raw_cuda_graph())
-            _call("cuGraphAddChildGraphNode", ctypes.byref(node), body, None, NO_DEPENDENCIES, step)
+            if captured is None:
+                _call("cuGraphAddEmptyNode", ctypes.byref(node), body, None, NO_DEPENDENCIES)
+            else:
+                step = ctypes.c_void_p(captured.raw_cuda_graph())
+                _call("cuGraphAddChildGraphNode", ctypes.byref(node), body, None, NO_DEPENDENCIES, step)
             _call("cuGraphInstantiateWithFlags", ctypes.byref(executable), whole, ctypes.c_ulonglong(0))
         finally:
             _call("cuGraphDestroy", whole)

@@ -34,6 +34,7 @@ layers of all local ranks.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,6 +56,10 @@ from dcp_decode.waits import MailboxTimeout, Wait, read_record
 
 PUSHES = frozenset({"select_push", "query_push", "sparse_decode_push", "value_push", "fused_chain"})
 POLL_SECONDS = 20e-6  # between two looks at a step that has not ended: well below a step's milliseconds
+# Once this share of the time is over that the step before took, an empty graph is launched every so often: the launch
+# of the next step then finds in the host's caches what both need.
+WARM_FROM = 0.95
+WARM_SECONDS = 100e-6
 LAST_WAIT_SECONDS = 2.0  # for a step whose peer has died, at most: so long may its kernels say whom they waited for
 LAUNCH_SECONDS = 0.2  # until kernels begin to wait, where processes share a device
 
@@ -137,6 +142,7 @@ class DeviceSteps:
         self._cache_emptied = False  # since the last eager step
         self._tables: dict[int, np.ndarray] = {}
         self._on_gpu = self.device.type == "cuda"
+        self._idle: StepGraph | None = None
         self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
         self._replays = self._on_gpu and not lockstep and before_stage is None  # whether a step may be a graph at all
@@ -185,23 +191,25 @@ class DeviceSteps:
         if captured:
             self._capture(buffers)
             started = time.perf_counter()
-        launched = None
+        launched, expected = None, math.inf
         if replay and buffers.graph is not None:
             buffers.graph.replay()
             launched = time.perf_counter()
+            expected = buffers.seconds
         else:
             with self._on_stream():
                 lockstep = self.lockstep or not buffers.uses
                 after_stage = self.synchronize_ranks if lockstep else None
                 self._enqueue(buffers, self.before_stage, after_stage, fuse=self.before_stage is None)
-        self._synchronize()
+        self._synchronize(expected)
         buffers.uses += 1
         if launched is None:
             self.statistics.eager_steps += 1
         else:
             self.statistics.replays += 1
             self.statistics.host_seconds.append(launched - started)
-            self.statistics.step_seconds.append(time.perf_counter() - started)
+            buffers.seconds = time.perf_counter() - started
+            self.statistics.step_seconds.append(buffers.seconds)
         # A graph's first launch takes its memory; a capture empties torch's cache, and the next eager step fills it.
         if captured or (launched is None and self._cache_emptied):
             self.statistics.bytes_after_capture = self._bytes_in_use()
@@ -294,6 +302,8 @@ class DeviceSteps:
         with self._capturing(captured):
             self._enqueue(buffers, None, None, fuse=True)
         buffers.graph = StepGraph(captured, self._stream)
+        if self._idle is None:
+            self._idle = StepGraph(None, torch.cuda.Stream(self.device))
         self.statistics.captures += 1
         self.control.barrier(f"graph of {buffers.shape}")
 
@@ -329,21 +339,26 @@ class DeviceSteps:
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _synchronize(self) -> None:
-        """Wait for what was launched on the own stream; raises as `_wait_for`."""
+    def _synchronize(self, expected_seconds: float = math.inf) -> None:
+        """Wait for what was launched on the own stream; as `_wait_for`."""
         if self._stream is not None:
-            self._wait_for(self._stream)
+            self._wait_for(self._stream, expected_seconds)
 
-    def _wait_for(self, stream: torch.cuda.Stream) -> None:
+    def _wait_for(self, stream: torch.cuda.Stream, expected_seconds: float = math.inf) -> None:
         """Wait for a stream. Raises RankDied if a peer has died: the step can't end well then.
 
-        If possible once the kernels' own waits have expired, so that they say whom they waited for.
+        If possible once the kernels' own waits have expired, so that they say whom they waited for. expected_seconds:
+        of the wait, where a launch follows that should be short.
         """
         # Polled, because a blocking call would keep signals, and the death of a peer, waiting for the step's deadlines.
         patience = min(self.deadline_seconds, LAST_WAIT_SECONDS) + LAUNCH_SECONDS
         give_up = None
+        warm_at = time.monotonic() + WARM_FROM * expected_seconds
         while not stream.query():
             now = time.monotonic()
+            if self._idle is not None and now >= warm_at:
+                self._idle.replay()
+                warm_at = now + WARM_SECONDS
             if give_up is None and self.control.dead_peers():
                 give_up = now + patience
             if give_up is not None and now > give_up:

@@ -80,6 +80,11 @@ class Driver:
         self.nodes.append(("child", graph.value, child.value))
         return 0
 
+    def _cuGraphAddEmptyNode(self, node, graph, before, count) -> int:
+        self._new(node)
+        self.nodes.append(("empty", graph.value, None))
+        return 0
+
     def _cuGraphInstantiateWithFlags(self, executable, graph, flags) -> int:
         self.executable = self._new(executable)
         return 0
@@ -113,6 +118,14 @@ def test_the_step_is_the_body_of_the_one_node(monkeypatch):
     assert driver.launched == [(driver.executable, STREAM.cuda_stream)] * 2
     del graph
     assert driver.destroyed == [driver.graph, driver.executable]
+
+
+def test_a_graph_of_nothing_is_launched_as_a_step_is(monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(device_graph, "_driver", lambda: driver)
+    device_graph.StepGraph(None, STREAM).replay()
+    assert driver.nodes == [("if", driver.graph, None), ("empty", driver.bodies[0], None)]
+    assert driver.launched == [(driver.executable, STREAM.cuda_stream)]
 
 
 def test_parameters_have_the_size_that_the_driver_reads():

@@ -141,9 +141,9 @@ def test_an_expired_wait_in_a_replay_names_the_silent_rank_and_ends_the_rest_at_
         if progress.steps == 1:  # it ran eagerly; the second step is captured
             monkeypatch.setattr(GpuStages, "query_push", all_but_rank_3)
 
-    def timed_wait(one: DeviceSteps, stream: torch.cuda.Stream) -> None:
+    def timed_wait(one: DeviceSteps, stream: torch.cuda.Stream, expected_seconds: float) -> None:
         started = time.perf_counter()
-        wait_for(one, stream)
+        wait_for(one, stream, expected_seconds)
         waited.append(time.perf_counter() - started)
         steps[:] = [one]
 
