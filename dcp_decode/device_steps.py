@@ -56,10 +56,10 @@ from dcp_decode.waits import MailboxTimeout, Wait, read_record
 
 PUSHES = frozenset({"select_push", "query_push", "sparse_decode_push", "value_push", "fused_chain"})
 POLL_SECONDS = 20e-6  # between two looks at a step that has not ended: well below a step's milliseconds
-# Once this share of the time is over that the step before took, an empty graph is launched every so often: the launch
-# of the next step then finds in the host's caches what both need.
-WARM_FROM = 0.95
-WARM_SECONDS = 100e-6
+# Between these shares of the time that the step before took, an empty graph is launched at every look: the launch of
+# the next step then finds in the host's caches what both need (results/host-work-h200-20261130.json). It ends because
+# a queue of launches that a stuck device doesn't run would block the host.
+WARM_FROM, WARM_UNTIL = 0.9, 1.5
 LAST_WAIT_SECONDS = 2.0  # for a step whose peer has died, at most: so long may its kernels say whom they waited for
 LAUNCH_SECONDS = 0.2  # until kernels begin to wait, where processes share a device
 
@@ -353,12 +353,11 @@ class DeviceSteps:
         # Polled, because a blocking call would keep signals, and the death of a peer, waiting for the step's deadlines.
         patience = min(self.deadline_seconds, LAST_WAIT_SECONDS) + LAUNCH_SECONDS
         give_up = None
-        warm_at = time.monotonic() + WARM_FROM * expected_seconds
+        started = time.monotonic()
         while not stream.query():
             now = time.monotonic()
-            if self._idle is not None and now >= warm_at:
+            if self._idle is not None and WARM_FROM <= (now - started) / expected_seconds < WARM_UNTIL:
                 self._idle.replay()
-                warm_at = now + WARM_SECONDS
             if give_up is None and self.control.dead_peers():
                 give_up = now + patience
             if give_up is not None and now > give_up:

@@ -227,22 +227,21 @@ def test_a_dead_peer_is_named_with_the_waits_for_it_if_they_expire_in_time(monke
 
 
 @pytest.mark.parametrize(("expected", "warm"), [(math.inf, 0), (1.0, 3)])
-def test_an_empty_graph_is_launched_towards_the_end_of_a_replay(monkeypatch, expected, warm):
+def test_an_empty_graph_is_launched_about_the_end_of_a_replay(monkeypatch, expected, warm):
     steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")
     launches: list[float] = []
     now = 0.0
-    # Seconds on the clock at each look: too early, at once, too soon after that, again, again.
-    looks = iter([0.5, 0.94, 0.951, 0.95105, 0.9512, 0.96, 0.97])
+    looks = iter([0.0, 0.89, 0.91, 1.0, 1.49, 1.51, 9.0])  # seconds on the clock; at the last, the step has ended
 
     def query() -> bool:
         nonlocal now
         now = next(looks)
-        return now == 0.97
+        return now == 9.0
 
     monkeypatch.setattr(device_steps, "time", SimpleNamespace(sleep=lambda seconds: None, monotonic=lambda: now))
     steps._idle = SimpleNamespace(replay=lambda: launches.append(now))
     steps._wait_for(SimpleNamespace(query=query), expected)
-    assert launches == [0.951, 0.9512, 0.96][:warm]
+    assert launches == [0.91, 1.0, 1.49][:warm]
 
 
 def test_steps_end_with_their_last_reference():
