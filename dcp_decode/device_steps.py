@@ -316,18 +316,20 @@ class DeviceSteps:
         self._refuse_dead_peers(at_once=True)
         raise MailboxTimeout(self._expired_waits(), self.deadline_seconds)
 
-    def _refuse_dead_peers(self, at_once: bool = False) -> None:
+    def _refuse_dead_peers(self, at_once: bool = False, device_error: str = "") -> None:
+        """device_error: of a GPU whose memory can't be read any more."""
         dead = self.control.dead_peers(at_once)
         if not dead:
             return
         names = ", ".join(f"rank {rank} {how}" for rank, how in sorted(dead.items()))
-        waits = self._expired_waits()
+        waits = [] if device_error else self._expired_waits()
         records = [wait.as_dict() for wait in waits] or [
             {"stage": "verify step", "waiting_rank": rank.rank, "source_rank": source}
             for rank in self.ranks
             for source in dead
         ]
-        raise RankDied("; ".join([names, *map(str, waits)]), records)
+        consequence = [f"then this rank's GPU failed: {device_error}"] if device_error else map(str, waits)
+        raise RankDied("; ".join([names, *consequence]), records)
 
     def _expired_waits(self) -> list[Wait]:
         return [wait for wait in map(read_record, self._mailboxes) if wait is not None]
@@ -354,15 +356,20 @@ class DeviceSteps:
         patience = min(self.deadline_seconds, LAST_WAIT_SECONDS) + LAUNCH_SECONDS
         give_up = None
         started = time.monotonic()
-        while not stream.query():
-            now = time.monotonic()
-            if self._idle is not None and WARM_FROM <= (now - started) / expected_seconds < WARM_UNTIL:
-                self._idle.replay()
-            if give_up is None and self.control.dead_peers():
-                give_up = now + patience
-            if give_up is not None and now > give_up:
-                break
-            time.sleep(POLL_SECONDS)
+        try:
+            while not stream.query():
+                now = time.monotonic()
+                if self._idle is not None and WARM_FROM <= (now - started) / expected_seconds < WARM_UNTIL:
+                    self._idle.replay()
+                if give_up is None and self.control.dead_peers():
+                    give_up = now + patience
+                if give_up is not None and now > give_up:
+                    break
+                time.sleep(POLL_SECONDS)
+        except RuntimeError as error:
+            # Kernels use memory of a peer, which its end may take away.
+            self._refuse_dead_peers(at_once=True, device_error=str(error).partition("\n")[0])
+            raise
         if give_up is not None:
             self._refuse_dead_peers()
 

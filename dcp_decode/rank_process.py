@@ -47,6 +47,7 @@ class RankProcess:
         self.control: ControlPlane | None = None
         self.records: list[RankRecord] = []  # of all ranks, once the group has ended in order
         self._own_record: RankRecord | None = None  # once it stands, SIGTERM doesn't change it
+        self._failure: Exception | None = None
         self._lock = threading.Lock()  # of the record's file
 
     def handle_terminate(self) -> None:
@@ -70,14 +71,18 @@ class RankProcess:
             self.records = self.control.all_gather(record, "end")
             failure = trace = None
         except DcpDecodeError as error:
+            self._failure = error
             waits = error.expired_waits if isinstance(error, WaitFailed) else []
             failure, trace = str(error), traceback.format_exc()
             record = self._record(
                 "failed", error.exit_code, failure, consequence=isinstance(error, RankDied), expired_waits=waits
             )
         except Exception as error:
+            self._failure = error
             failure, trace = f"{type(error).__name__}: {' '.join(str(error).split())}", traceback.format_exc()
             record = self._record("crashed", WAIT_EXPIRED, failure, traceback=trace)
+        # The failure keeps its frames, and what torch made in them, until this process leaves: once a GPU has failed,
+        # the destructor of a pinned tensor ends the process (torch 2.11), here before it had said what it knew.
         with self._lock:
             self._own_record = record
             self._write(record)

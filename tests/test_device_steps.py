@@ -226,6 +226,20 @@ def test_a_dead_peer_is_named_with_the_waits_for_it_if_they_expire_in_time(monke
     steps._wait_for(SimpleNamespace(query=lambda: True))  # the step had ended before anybody died
 
 
+def test_a_gpu_that_fails_after_a_peer_has_died_fails_because_of_it(monkeypatch):
+    steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")
+
+    def query() -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure\nadvice")
+
+    with pytest.raises(RuntimeError, match="advice"):  # nobody has died
+        steps._wait_for(SimpleNamespace(query=query))
+    steps.control = DyingPeer()
+    monkeypatch.setattr(device_steps, "read_record", None)  # nothing is read from such a GPU
+    with pytest.raises(RankDied, match=r"rank 2 process 77 ended; then this rank's GPU failed: .* failure$"):
+        steps._wait_for(SimpleNamespace(query=query))
+
+
 @pytest.mark.parametrize(("expected", "warm"), [(math.inf, 0), (1.0, 3)])
 def test_an_empty_graph_is_launched_about_the_end_of_a_replay(monkeypatch, expected, warm):
     steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")

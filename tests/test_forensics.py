@@ -23,7 +23,7 @@ from dcp_decode.cli import run_command
 from dcp_decode.config import load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.solo import SoloControlPlane
-from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT
+from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, RankDied
 from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.forensics import black_box as recorder
 from dcp_decode.forensics.archive import BadArchive, read
@@ -441,6 +441,26 @@ def test_evidence_that_fails_hides_no_failure(
     assert capsys.readouterr().err == (
         "forensics: rank 0 could not say everything: RuntimeError('a defect of the recorder')\n"
     )
+
+
+@pytest.mark.parametrize("failure", [KeyError, lambda: RankDied("rank 1 died", [])])
+def test_what_a_failed_body_held_lives_until_the_process_has_said_everything(
+    failure: Callable[[], Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    class Pinned:
+        def __del__(self) -> None:
+            ended.append("pinned")  # where torch's destructor ends a process whose GPU has failed
+
+    def body(control: ControlPlane) -> Any:
+        held = Pinned()
+        raise failure() if held else KeyError
+
+    monkeypatch.setattr(rank_process.black_box, "collect", lambda *_: ended.append("collected"))
+    process = rank_process.RankProcess(0, tmp_path)
+    process.run(SoloControlPlane, body)
+    assert ended == ["collected"]
 
 
 def test_a_fatal_signal_leaves_its_stack(tmp_path: Path) -> None:
