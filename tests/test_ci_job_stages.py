@@ -49,7 +49,7 @@ def test_stages_fit_the_device_and_the_node(tmp_path: Path) -> None:
         assert f" --junit-xml={tmp_path}/{name}.xml " in commands(on_gpu)[name]
     assert "checkpoint configs/latency_checkpoint.toml --quick" in commands(on_gpu)["checkpoint"]
     assert "--slowdown 0.2" in commands(on_gpu)["checkpoint"]
-    assert " -n 4 --dist loadgroup tests/test_launch" in commands(on_gpu)["tests"]
+    assert " -n 4 --dist worksteal tests/test_launch" in commands(on_gpu)["tests"]
     assert " -m gpu and alone and not quiet " in commands(on_gpu)["gpu"]
     assert "--inject" not in commands(on_gpu)["group"]
     several = settings(tmp_path / "node-1", shared=tmp_path, nodes=2, node=1)

@@ -135,7 +135,7 @@ def _tests(settings: Settings, hardware: Hardware) -> Stage:
     options = [*_pytest(settings, "tests", "not gpu"), *_failures(settings, "tests")]
     workers = min(hardware.cores // TEST_CORES, MOST_TESTS)
     if workers > 1 and not _lacking("pytest-xdist"):
-        options += ["-n", str(workers), "--dist", "loadgroup"]
+        options += ["-n", str(workers), "--dist", "worksteal"]  # groups are for machines with few cores
     skip = _lacking("pytest", "pytest-timeout")
     return Stage("tests", (sys.executable, *options, *INTEGRATION_TESTS), 300, skip=skip)
 
