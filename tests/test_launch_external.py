@@ -205,7 +205,7 @@ def test_launch_script_refuses_a_fabric_of_one_process_before_its_ranks_start(
         capture_output=True,
         text=True,
         timeout=60,
-        env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path)},
+        env=ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((str(tmp_path), PYTHONPATH))},
     )
     assert (refused.returncode, refused.stdout) == (BAD_INPUT, "")
     reason = f"parallel.fabric = loopback runs all ranks in one process: start it without {launcher}"
