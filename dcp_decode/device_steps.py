@@ -58,7 +58,8 @@ PUSHES = frozenset({"select_push", "query_push", "sparse_decode_push", "value_pu
 POLL_SECONDS = 20e-6  # between two looks at a step that has not ended: well below a step's milliseconds
 # Between these shares of the time that the step before took, an empty graph is launched at every look: the launch of
 # the next step then finds in the host's caches what both need (results/host-work-h200-20261130.json). It ends because
-# a queue of launches that a stuck device doesn't run would block the host.
+# a queue of launches that a stuck device doesn't run would block the host. Not on a GPU that processes share, where
+# only tests replay: with it, in 2 of 4 runs of which one process was killed, the kernels of another failed there.
 WARM_FROM, WARM_UNTIL = 0.9, 1.5
 LAST_WAIT_SECONDS = 2.0  # for a step whose peer has died, at most: so long may its kernels say whom they waited for
 LAUNCH_SECONDS = 0.2  # until kernels begin to wait, where processes share a device
@@ -66,9 +67,9 @@ LAUNCH_SECONDS = 0.2  # until kernels begin to wait, where processes share a dev
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """How steps may run on a GPU. may_replay: False for a step's number makes it eager.
+    """How steps may run on a GPU. may_replay: called with the step's number; False makes the step eager.
 
-    lockstep: ranks of other processes share this device; None: as the placement of the run finds it.
+    lockstep: eager steps, of which all ranks end a stage before any begins the next; None: where ranks share a device.
     """
 
     may_replay: Callable[[int], bool] = lambda step: True
@@ -109,8 +110,8 @@ class StageTimes:
 class DeviceSteps:
     """The steps of the local ranks of one process.
 
-    rows_a_request: rows that a request brings to every step. lockstep: ranks of other processes share this device.
-    may_replay: called with the step's number; False makes the step eager. before_stage: makes every step eager.
+    rows_a_request: rows that a request brings to every step. shared: ranks of other processes share this device.
+    before_stage: makes every step eager.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class DeviceSteps:
         route: str,
         rows_a_request: int,
         control: ControlPlane,
-        lockstep: bool,
+        shared: bool,
         deadline_seconds: float,
-        may_replay: Callable[[int], bool] = lambda step: True,
+        policy: StepPolicy = AS_PLACED,
         before_stage: BeforeStage | None = None,
     ) -> None:
         self.group = group
@@ -132,9 +133,10 @@ class DeviceSteps:
         self.route = route
         self.rows_a_request = rows_a_request
         self.control = control
-        self.lockstep = lockstep
+        self.shared = shared
+        self.lockstep = shared if policy.lockstep is None else policy.lockstep
         self.deadline_seconds = deadline_seconds
-        self.may_replay = may_replay
+        self.may_replay = policy.may_replay
         self.before_stage = before_stage
         self.statistics = StepStatistics()
         self._shapes: dict[StepShape, StepBuffers] = {}
@@ -145,8 +147,8 @@ class DeviceSteps:
         self._idle: StepGraph | None = None
         self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
-        self._replays = self._on_gpu and not lockstep and before_stage is None  # whether a step may be a graph at all
-        if lockstep:
+        self._replays = self._on_gpu and not self.lockstep and before_stage is None  # whether a step may be a graph
+        if self.lockstep:
             self.statistics.notes.append("ranks share this device: every step runs eagerly, stage by stage")
 
     def prefill(self, request: RequestState) -> None:
@@ -355,12 +357,13 @@ class DeviceSteps:
         # Polled, because a blocking call would keep signals, and the death of a peer, waiting for the step's deadlines.
         patience = min(self.deadline_seconds, LAST_WAIT_SECONDS) + LAUNCH_SECONDS
         give_up = None
+        idle = None if self.shared else self._idle
         started = time.monotonic()
         try:
             while not stream.query():
                 now = time.monotonic()
-                if self._idle is not None and WARM_FROM <= (now - started) / expected_seconds < WARM_UNTIL:
-                    self._idle.replay()
+                if idle is not None and WARM_FROM <= (now - started) / expected_seconds < WARM_UNTIL:
+                    idle.replay()
                 if give_up is None and self.control.dead_peers():
                     give_up = now + patience
                 if give_up is not None and now > give_up:

@@ -254,9 +254,9 @@ class Run:
             parallel.route,
             self.config.service.draft_tokens + 1,
             self.control,
-            self.placement.shared if policy.lockstep is None else policy.lockstep,
+            self.placement.shared,
             deadline,
-            policy.may_replay,
+            policy,
             self.before_stage,
         )
         steps.statistics.notes.append(fused.note)

@@ -240,9 +240,10 @@ def test_a_gpu_that_fails_after_a_peer_has_died_fails_because_of_it(monkeypatch)
         steps._wait_for(SimpleNamespace(query=query))
 
 
-@pytest.mark.parametrize(("expected", "warm"), [(math.inf, 0), (1.0, 3)])
-def test_an_empty_graph_is_launched_about_the_end_of_a_replay(monkeypatch, expected, warm):
+@pytest.mark.parametrize(("expected", "shared", "warm"), [(math.inf, False, 0), (1.0, False, 3), (1.0, True, 0)])
+def test_an_empty_graph_is_launched_about_the_end_of_a_replay(monkeypatch, expected, shared, warm):
     steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")
+    steps.shared = shared
     launches: list[float] = []
     now = 0.0
     looks = iter([0.0, 0.89, 0.91, 1.0, 1.49, 1.51, 9.0])  # seconds on the clock; at the last, the step has ended
