@@ -20,11 +20,12 @@ layers of all local ranks.
       24 layers, 1 rank, 5 rows                   12..30            28..35
       24 layers, 8 local ranks, 5 rows            15..47            38..42
       24 layers, 8 local ranks, 20 rows           34..77            57..63, elsewhere 78
+      ..., empty graphs from 0.9 of a step        30..39
 
   The spread is the machine's: one form of the code ran four times within a minute, its launch took 19, 24, 27 and 43,
-  and Python beside it grew alike; no page faults, no lost core. A wait that spins or a pinned thread changed nothing;
-  launches of an empty graph every 0.1 ms of a step keep a launch at 7 to 11 (17 to 31 in all), and make a step of 17 ms
-  0.16 ms longer (`results/host-work-h200-20261130.json`).
+  and Python beside it grew alike; no page faults, no lost core. A wait that spins or a pinned thread changed nothing.
+  Launches of an empty graph throughout a step make one of 17 ms 0.16 ms longer; from `WARM_FROM` on they cost nothing
+  that its time shows (`results/host-work-h200-20261130.json`).
 
 * `expired` is looked at after every step, replays included: `MailboxTimeout` then names who waited for whom. While the
   host waits for a step it looks for peers that have died. It names them once the kernels' waits have expired too, at
