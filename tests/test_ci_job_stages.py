@@ -21,7 +21,7 @@ from dcp_decode.job.stages import Hardware, Stage
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEST_STAGES = ("tests", "gpu", "kernels", "multigpu")
-H200 = Hardware("cuda", "nvidia-h200", 1, 16, 140 << 30)
+H200 = Hardware("cuda", "nvidia-h200-1-gpu", 1, 16, 140 << 30)
 
 
 def commands(found: list[Stage]) -> dict[str, str]:

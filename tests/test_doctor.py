@@ -120,10 +120,17 @@ def test_a_container_has_the_memory_of_its_limit(monkeypatch: pytest.MonkeyPatch
     assert observing.observe(0, with_imports=False).memory_bytes == 5 * GIB
 
 
+@pytest.mark.parametrize("visible", [("a-0", "a-1"), ("a-1",)])
+def test_a_kind_of_hardware_counts_the_gpus_of_a_host(visible: tuple[str, ...]) -> None:
+    two = rank_facts(gpus=[gpu(0), gpu(1)], visible_gpus=visible)
+    assert judged([two], parallel__device="auto").kind == "nvidia-h200-2-gpus"
+    assert judged([two], parallel__device="cpu").kind == "cpu-64-cores"
+
+
 def test_one_gpu_runs_eight_ranks_in_one_process_or_over_nvshmem() -> None:
     found = judged([rank_facts(gpus=[gpu()])], parallel__device="auto")
     assert (found.ready, found.answer) == (True, "8 ranks on the GPU over fabric loopback")
-    assert (found.device, found.kind) == ("cuda", "nvidia-h200")
+    assert (found.device, found.kind) == ("cuda", "nvidia-h200-1-gpu")
     found = judged(group(gpus_a_host=1), "mpi", parallel__device="auto")
     assert found.answer == "8 ranks on the GPU over fabric nvshmem"
     found = judged([rank_facts(gpus=[gpu()])], parallel__device="cuda", parallel__fabric="nvshmem")
