@@ -28,7 +28,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from dcp_decode import numerics
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory
 from dcp_decode.mailbox import (
     ABORT_OFFSET,
     RECORD_FIELDS,
@@ -45,7 +45,7 @@ POLLS_A_CHECK = 32
 @cute.jit
 def read_use(region: Int64, stage: cutlass.Constexpr) -> Int32:
     """This use's number from the stage's own counter (the next stage increments it)."""
-    return ptx.load_global_int32(region + MailboxLayout.use_counter_offset(Stage(stage)))
+    return memory.load_global_int32(region + MailboxLayout.use_counter_offset(Stage(stage)))
 
 
 @cute.jit
@@ -54,13 +54,13 @@ def read_abort(region: Int64) -> Int32:
 
     An ordinary load: a system-scope one before the fence cost the query push 0.5 us.
     """
-    return ptx.load_global_int32(region + ABORT_OFFSET)
+    return memory.load_global_int32(region + ABORT_OFFSET)
 
 
 @cute.jit
 def advance_use(region: Int64, stage: cutlass.Constexpr) -> None:
     """Increment an earlier stage's counter: one thread of the grid, after its dependency wait."""
-    ptx.add_global(region + MailboxLayout.use_counter_offset(Stage(stage)), Int32(1))
+    memory.add_global(region + MailboxLayout.use_counter_offset(Stage(stage)), Int32(1))
 
 
 @cute.jit
@@ -71,7 +71,7 @@ def close_use(region: Int64, participants: Int32) -> None:
     that every thread for which it stands has read the number.
     """
     last = Uint32(participants - 1)
-    if ptx.count_up(region + TICKET_OFFSET, last) == last:
+    if memory.count_up(region + TICKET_OFFSET, last) == last:
         for stage in (Stage.TOPK, Stage.QUERY, Stage.SPARSE, Stage.MERGE):
             advance_use(region, int(stage))
 
@@ -98,7 +98,7 @@ def wait_words(
     """
     aborted = Int32(0)
     if _any_armed(words, 0, count):
-        begin = ptx.global_nanoseconds()
+        begin = memory.global_nanoseconds()
         polls = Int32(0)
         waiting = Int32(1)
         while waiting != 0:
@@ -108,8 +108,8 @@ def wait_words(
             if not _any_armed(words, 0, count):
                 waiting = Int32(0)
             elif polls % POLLS_A_CHECK == 0:
-                elapsed = ptx.global_nanoseconds() - begin
-                if ptx.load_word_system(region + ABORT_OFFSET) != Uint32(0):
+                elapsed = memory.global_nanoseconds() - begin
+                if memory.load_word_system(region + ABORT_OFFSET) != Uint32(0):
                     waiting = Int32(0)
                     aborted = Int32(1)
                 elif elapsed > deadline:
@@ -153,20 +153,20 @@ def wait_places(
     """
     aborted = Int32(0)
     if _missing(words, wanted, places) != 0:
-        begin = ptx.global_nanoseconds()
+        begin = memory.global_nanoseconds()
         polls = Int32(0)
         waiting = Int32(1)
         while waiting != 0:
             for index in cutlass.range_constexpr(len(places)):
                 if (wanted[places[index].source] != 0) & _any_armed(words, 4 * index, 4):
-                    fresh = ptx.load_words_system(address + places[index].offset)
+                    fresh = memory.load_words_system(address + places[index].offset)
                     for element in cutlass.range_constexpr(4):
                         words[4 * index + element] = fresh[element]
             if _missing(words, wanted, places) == 0:
                 waiting = Int32(0)
             elif polls % POLLS_A_CHECK == 0:
-                elapsed = ptx.global_nanoseconds() - begin
-                if ptx.load_word_system(region + ABORT_OFFSET) != Uint32(0):
+                elapsed = memory.global_nanoseconds() - begin
+                if memory.load_word_system(region + ABORT_OFFSET) != Uint32(0):
                     waiting = Int32(0)
                     aborted = Int32(1)
                 elif elapsed > deadline:
@@ -213,7 +213,7 @@ def _any_armed(words: Any, first: int, count: int) -> Any:
 
 
 def _load(address: Any, count: int) -> list[Any]:
-    return ptx.load_words_system(address) if count == 4 else [ptx.load_word_system(address)]
+    return memory.load_words_system(address) if count == 4 else [memory.load_word_system(address)]
 
 
 @cute.jit
@@ -229,7 +229,7 @@ def record_expiry(
     elapsed: Int64,
 ) -> None:
     """Set the sticky abort word; the thread that set it writes the record (the word seen was armed)."""
-    if ptx.exchange_once(region + ABORT_OFFSET) == Uint32(0):
+    if memory.exchange_once(region + ABORT_OFFSET) == Uint32(0):
         x, y, z = cute.arch.block_idx()
         columns, lines, _ = cute.arch.grid_dim()
         values = {
@@ -245,4 +245,4 @@ def record_expiry(
             "nanoseconds": elapsed,
         }
         for index in cutlass.range_constexpr(len(RECORD_FIELDS)):
-            ptx.store_global_int64(region + (RECORD_OFFSET + 8 * index), Int64(values[RECORD_FIELDS[index]]))
+            memory.store_global_int64(region + (RECORD_OFFSET + 8 * index), Int64(values[RECORD_FIELDS[index]]))

@@ -53,7 +53,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from dcp_decode.kernels import arrival, disk_cache, polling, ptx
+from dcp_decode.kernels import arrival, disk_cache, memory, polling, ptx
 from dcp_decode.kernels.chain_config import ChainConfig, ChainRefused, can_implement
 from dcp_decode.kernels.credit import exchange_credit
 from dcp_decode.kernels.query import QueryPieces, quantized
@@ -147,7 +147,7 @@ class DcpChain(SparseDcpDecode):
         cute.arch.cluster_arrive_relaxed()
         cute.arch.barrier(barrier_id=QUERY_WARPS_DONE, number_of_threads=config.query_threads)
         cute.arch.cluster_wait()
-        aborted = ptx.load_shared(worker.shared + config.shared.abort_flag, 1, Int32)[0]
+        aborted = memory.load_shared(worker.shared + config.shared.abort_flag, 1, Int32)[0]
         if aborted == 0:
             self.rearm_query(worker, address)
         # Only query threads read the use number from global memory, and the polls' addresses depend on it.
@@ -174,7 +174,7 @@ class DcpChain(SparseDcpDecode):
         loaded = [self.query_pieces.load(own.query, ptx.minimum_int32(each, chain.pieces - 1)) for each in pieces]
         peers = [self.first_peer(worker) + peer for peer in range(chain.peers_a_warp)]
         slots = [Int64(ptx.minimum_int32(peer, chain.geometry.dcp - 1)) * 8 for peer in peers]
-        return loaded, [ptx.load_base(arguments.table + slot) for slot in slots]
+        return loaded, [memory.load_base(arguments.table + slot) for slot in slots]
 
     @cute.jit
     def push_query(
@@ -196,7 +196,7 @@ class DcpChain(SparseDcpDecode):
             mine = (worker.lane + 32 * turn < chain.pieces_a_cta) & (piece < chain.pieces)
             if mine & (self.first_peer(worker) < chain.geometry.dcp):
                 for peer in cutlass.range_constexpr(chain.peers_a_warp):
-                    ptx.store_words_system(bases[peer] + offset, words)
+                    memory.store_words_system(bases[peer] + offset, words)
 
     @cute.jit
     def receive_query(self, arguments: SparseArguments, worker: Worker, use: Int32, address: Int64) -> None:
@@ -214,19 +214,19 @@ class DcpChain(SparseDcpDecode):
         addresses = [address + Int64(piece) * PIECE_BYTES for piece in pieces]
         words = cute.make_rmem_tensor(4 * len(pieces), Uint32)
         for turn in cutlass.range_constexpr(len(pieces)):
-            loaded = ptx.load_words_system(addresses[turn])
+            loaded = memory.load_words_system(addresses[turn])
             for element in cutlass.range_constexpr(4):
                 words[4 * turn + element] = loaded[element]
         aborted = polling.wait_pieces(
             waiter, words, addresses, int(Stage.SPARSE), lambda turn: self.piece_place(pieces[turn], worker)
         )
         if aborted != 0:
-            ptx.store_shared(worker.shared + self.config.shared.abort_flag, [Int32(1)])
+            memory.store_shared(worker.shared + self.config.shared.abort_flag, [Int32(1)])
         for turn in cutlass.range_constexpr(len(pieces)):
             line = pieces[turn] // ROW_PIECES
             staged = worker.shared + self.config.shared.query + line * ROW_PITCH
             staged += (pieces[turn] - line * ROW_PIECES) * PIECE_BYTES
-            ptx.store_shared(staged, [words[4 * turn + element] for element in range(4)])
+            memory.store_shared(staged, [words[4 * turn + element] for element in range(4)])
 
     def piece_place(self, piece: Any, worker: Worker) -> polling.Place:
         """What a piece is, for the record of a wait that expires."""

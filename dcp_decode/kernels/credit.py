@@ -18,7 +18,7 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from dcp_decode import numerics
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels import arrival, polling, ptx
+from dcp_decode.kernels import arrival, memory, polling
 from dcp_decode.mailbox import MailboxLayout, Stage
 
 NO_PLACE = -1  # a credit word belongs to no row and no head
@@ -30,19 +30,19 @@ def exchange_credit(geometry: Geometry, waiter: polling.Waiter, table: Any, abor
     if lane < geometry.dcp:
         slots = Int64(waiter.use % geometry.generations) * geometry.dcp
         section = MailboxLayout(geometry).credit.offset
-        peer = ptx.load_base(table + Int64(lane) * 8)
+        peer = memory.load_base(table + Int64(lane) * 8)
         # Release: orders all that this rank read and re-armed in the uses before (dependency wait) before the credit.
         cute.arch.fence_acq_rel_sys()
         if aborted == 0:
-            ptx.store_word_system(peer + section + (slots + Int64(waiter.rank)) * 4, Uint32(waiter.use))
+            memory.store_word_system(peer + section + (slots + Int64(waiter.rank)) * 4, Uint32(waiter.use))
         own = waiter.region + section + (slots + Int64(lane)) * 4
         word = cute.make_rmem_tensor(1, Uint32)
-        word[0] = ptx.load_word_system(own)
+        word[0] = memory.load_word_system(own)
         expired = arrival.wait_words(
             word, own, waiter.region, waiter.rank, waiter.use, waiter.deadline, int(Stage.SPARSE), lane,
             Int32(NO_PLACE), Int32(NO_PLACE), Int32(0), 1,
         )  # fmt: skip
         if expired == 0:
-            ptx.store_word_system(own, Uint32(numerics.ARMED_WORD & 0xFFFFFFFF))
+            memory.store_word_system(own, Uint32(numerics.ARMED_WORD & 0xFFFFFFFF))
         # Acquire: orders what the peers released with their credits before all that this rank pushes in later grids.
         cute.arch.fence_acq_rel_sys()

@@ -26,7 +26,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
 
 from dcp_decode.digest import DIGEST_BYTES
-from dcp_decode.kernels import disk_cache, ptx
+from dcp_decode.kernels import disk_cache, memory, ptx
 from dcp_decode.kernels.configs import BLOCK_BYTES, SCHEDULE_BYTES, DigestConfig
 
 # FIPS 180-4: the first 32 bits of the fractions of the square and cube roots of the first primes.
@@ -77,7 +77,7 @@ class RowDigest:
         shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=16).toint())
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        blocks = Int32(ptx.load_global_int64(rows)) * config.row_blocks  # of data; one of padding follows
+        blocks = Int32(memory.load_global_int64(rows)) * config.row_blocks  # of data; one of padding follows
         source = merged + Int64(message) * config.message_bytes
         state = cute.make_rmem_tensor(len(INITIAL), Uint32)
         for index in cutlass.range_constexpr(len(INITIAL)):
@@ -90,7 +90,7 @@ class RowDigest:
                 words = [
                     word
                     for quarter in range(ROUNDS // 4)
-                    for word in ptx.load_shared(shared + index * SCHEDULE_BYTES + quarter * 16, 4, Uint32)
+                    for word in memory.load_shared(shared + index * SCHEDULE_BYTES + quarter * 16, 4, Uint32)
                 ]
                 after = _compressed([state[place] for place in range(len(INITIAL))], words)
                 for place in cutlass.range_constexpr(len(INITIAL)):
@@ -99,7 +99,7 @@ class RowDigest:
         if lane == 0:
             for half in cutlass.range_constexpr(2):
                 words = [_swapped(state[4 * half + place]) for place in range(4)]
-                ptx.store_global(digests + Int64(message) * DIGEST_BYTES + half * 16, words)
+                memory.store_global(digests + Int64(message) * DIGEST_BYTES + half * 16, words)
 
     @cute.jit
     def expand(self, source: Int64, block: Int32, blocks: Int32, target: Int32) -> None:
@@ -108,7 +108,7 @@ class RowDigest:
         words.fill(0)
         if block < blocks:
             for quarter in cutlass.range_constexpr(4):
-                loaded = ptx.load_global_words(source + Int64(block) * BLOCK_BYTES + quarter * 16)
+                loaded = memory.load_global_words(source + Int64(block) * BLOCK_BYTES + quarter * 16)
                 for index in cutlass.range_constexpr(4):
                     words[4 * quarter + index] = _swapped(loaded[index])
         else:  # the end, and the length in bits; what lies behind it is not used
@@ -119,7 +119,7 @@ class RowDigest:
         constants = round_constants()
         for quarter in cutlass.range_constexpr(ROUNDS // 4):
             places = range(4 * quarter, 4 * quarter + 4)
-            ptx.store_shared(target + quarter * 16, [schedule[place] + Uint32(constants[place]) for place in places])
+            memory.store_shared(target + quarter * 16, [schedule[place] + Uint32(constants[place]) for place in places])
 
 
 def _swapped(word: Any) -> Any:

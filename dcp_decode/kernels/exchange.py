@@ -21,7 +21,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from dcp_decode import numerics
-from dcp_decode.kernels import arrival, disk_cache, ptx
+from dcp_decode.kernels import arrival, disk_cache, memory
 from dcp_decode.kernels.configs import ExchangeConfig
 from dcp_decode.mailbox import MailboxLayout, Stage
 
@@ -56,7 +56,7 @@ class TopkPush:
         if piece < config.pieces:
             offset = Int64(piece) * (4 * config.piece_words)
             words = _load_ordinary(candidates + offset, config.piece_words)
-            base = ptx.load_global_int64(table + Int64(peer) * 8)
+            base = memory.load_global_int64(table + Int64(peer) * 8)
             # Orders what this rank's earlier stages read and re-armed (this mailbox's words of the use before among
             # them) before these pushes: a peer that sees them may push to those places again.
             cute.arch.fence_acq_rel_sys()
@@ -115,7 +115,7 @@ class TopkReceive:
                 # This thread is the word's only reader, and has it.
                 _store(place, [Uint32(ARMED)] * count)
                 target = received + (Int64(source) * config.pieces + Int64(piece)) * (4 * count)
-                ptx.store_global(target, [words[element] for element in range(count)])
+                memory.store_global(target, [words[element] for element in range(count)])
         # Orders the reads of arrived words and their re-arming before whatever later stages of this rank push.
         cute.arch.fence_acq_rel_sys()
 
@@ -127,18 +127,18 @@ def _slot_bytes(config: ExchangeConfig, use: Any, source: Any) -> Any:
 
 
 def _load_ordinary(address: Any, count: int) -> list[Any]:
-    return ptx.load_global_words(address) if count == 4 else [Uint32(ptx.load_global_int32(address))]
+    return memory.load_global_words(address) if count == 4 else [Uint32(memory.load_global_int32(address))]
 
 
 def _load_system(address: Any, count: int) -> list[Any]:
-    return ptx.load_words_system(address) if count == 4 else [ptx.load_word_system(address)]
+    return memory.load_words_system(address) if count == 4 else [memory.load_word_system(address)]
 
 
 def _store(address: Any, words: list[Any]) -> None:
     if len(words) == 4:
-        ptx.store_words_system(address, words)
+        memory.store_words_system(address, words)
     else:
-        ptx.store_word_system(address, words[0])
+        memory.store_word_system(address, words[0])
 
 
 @cache

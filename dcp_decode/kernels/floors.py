@@ -13,7 +13,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from dcp_decode.kernels import disk_cache, ptx
+from dcp_decode.kernels import disk_cache, memory
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class ChaseKernel:
     def kernel(self, first: Int64, result: Int64) -> None:
         address = first
         for _ in cutlass.range(self.config.loads, unroll=1):
-            address = ptx.load_global_int64(address)
-        ptx.store_global_int64(result, address)
+            address = memory.load_global_int64(address)
+        memory.store_global_int64(result, address)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Inline PTX in a kernel: text and values in, values out. The instructions themselves are in `ptx`."""
+"""Inline PTX in a kernel: text and values in, values out. The instructions themselves are in `ptx` and `memory`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from dcp_decode import numerics
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory, ptx
 from dcp_decode.kernels.arrival import ARMED, POLLS_A_CHECK, first_armed, record_expiry
 from dcp_decode.mailbox import ABORT_OFFSET, Stage
 
@@ -70,13 +70,13 @@ def wait_pieces(
             abort_word = load_abort(waiter.region, polls)
             for index in cutlass.range_constexpr(pieces):
                 if _any_armed(words, 4 * index, 4):
-                    fresh = ptx.load_words_system(addresses[index])
+                    fresh = memory.load_words_system(addresses[index])
                     for element in cutlass.range_constexpr(4):
                         words[4 * index + element] = fresh[element]
             if not _any_armed(words, 0, 4 * pieces):
                 waiting = Int32(0)
             elif is_check(polls):
-                now = ptx.global_nanoseconds()
+                now = memory.global_nanoseconds()
                 if polls == FIRST_CHECK:
                     begin = now
                 elapsed = now - begin
@@ -109,7 +109,7 @@ def load_abort(region: Int64, polls: Int32) -> Uint32:
     """The abort word in a poll that checks, to be loaded beside the words of that poll; else 0."""
     word = Uint32(0)
     if is_check(polls):
-        word = ptx.load_word_system(region + ABORT_OFFSET)
+        word = memory.load_word_system(region + ABORT_OFFSET)
     return word
 
 
@@ -144,10 +144,10 @@ def wait_sources(
         for source in cutlass.range_constexpr(sources):
             lse[source] = ptx.shuffle(own_lse, Int32(source))
         if own_lse == Uint32(ARMED):
-            own_lse = ptx.load_word_system(lse_address)
+            own_lse = memory.load_word_system(lse_address)
         for source in cutlass.range_constexpr(sources):
             if _any_armed(words, count * source, count) & (lse[source] != Uint32(EMPTY_LSE)):
-                fresh = ptx.load_words_system(payload_address + source * source_bytes, count)
+                fresh = memory.load_words_system(payload_address + source * source_bytes, count)
                 for element in cutlass.range_constexpr(count):
                     words[count * source + element] = fresh[element]
         # A short test first: mostly no source is empty, and then it is all that stands between arrival and merge.
@@ -159,7 +159,7 @@ def wait_sources(
             missing = _missing(own_lse, lse, words, sources, count)
             waiting = ptx.warp_any(missing)
             if (waiting != 0) & is_check(polls):
-                now = ptx.global_nanoseconds()
+                now = memory.global_nanoseconds()
                 if polls == FIRST_CHECK:
                     begin = now
                 elapsed = now - begin

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from dcp_decode import numerics
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels import arrival, disk_cache, ptx
+from dcp_decode.kernels import arrival, disk_cache, memory, ptx
 from dcp_decode.kernels.configs import QUERY_PIECE_BYTES, QUERY_ROW_PIECES, QueryConfig
 from dcp_decode.mailbox import MailboxLayout, Stage
 
@@ -58,7 +58,7 @@ class DcpQuery:
         if piece < self.config.pieces:
             loaded = self.pieces.load(query, piece)
             peers = self.config.peers_a_thread
-            bases = [ptx.load_global_int64(table + Int64(group * peers + peer) * 8) for peer in range(peers)]
+            bases = [memory.load_global_int64(table + Int64(group * peers + peer) * 8) for peer in range(peers)]
             # Orders what the earlier stages of this stream read and re-armed (query words, LSE and payload words)
             # before these pushes: a peer that sees them may push to those places again.
             cute.arch.fence_acq_rel_sys()
@@ -67,7 +67,7 @@ class DcpQuery:
             # A rank that gave up must not overwrite words that a slow peer has yet to read.
             if aborted == 0:
                 for peer in cutlass.range_constexpr(peers):
-                    ptx.store_words_system(bases[peer] + offset + self.layout.query.offset, words)
+                    memory.store_words_system(bases[peer] + offset + self.layout.query.offset, words)
         if (block == 0) & (group == 0) & (thread == 0):
             # Last, or the fence would wait for it. The stages before are complete (dependency wait): stage 3 of the
             # use before (before the first use this brings -1 to 0), and this use's top-k exchange. Uses without one
@@ -85,7 +85,7 @@ class QueryPieces:
     def load(self, query: Any, piece: Any) -> list[Any]:
         """The 16 BF16 values of a piece as 8 words. query: address of BF16 [B, H, 576]."""
         source = query + Int64(piece) * (2 * QUERY_PIECE_BYTES)
-        return [*ptx.load_global_words(source), *ptx.load_global_words(source + 16)]
+        return [*memory.load_global_words(source), *memory.load_global_words(source + 16)]
 
     def offset(self, use: Any, rank: Any, piece: Any) -> Any:
         """Byte offset of a piece of `rank` in every rank's query mailbox."""

@@ -17,7 +17,7 @@ from cutlass import Float32, Int64, Uint32, cute
 
 from dcp_decode import numerics
 from dcp_decode.geometry import Geometry
-from dcp_decode.kernels import polling, ptx
+from dcp_decode.kernels import memory, polling, ptx
 from dcp_decode.mailbox import MailboxLayout
 
 
@@ -41,13 +41,13 @@ class SourceMerge:
         """First loads of a thread: the LSE word of source thread % 32 % D, and Uint32 [D x words] of payload."""
         payload = cute.make_rmem_tensor(self.words * self.geometry.dcp, Uint32)
         for source in range(self.geometry.dcp):
-            loaded = ptx.load_words_system(
+            loaded = memory.load_words_system(
                 self.payload_address(region, generation, source, row, head, thread), self.words
             )
             for element in range(self.words):
                 payload[source * self.words + element] = loaded[element]
         source = thread % 32 % self.geometry.dcp
-        return ptx.load_word_system(self.lse_address(region, generation, source, row, head)), payload
+        return memory.load_word_system(self.lse_address(region, generation, source, row, head)), payload
 
     @cute.jit
     def receive(
@@ -126,14 +126,14 @@ class SourceMerge:
             for index in range(self.words)
         ]
         line = Int64(row) * self.geometry.owner_heads + Int64(head)
-        ptx.store_global(merged + line * (2 * numerics.LATENT_DIM) + Int64(thread) * (4 * self.words), pairs)
+        memory.store_global(merged + line * (2 * numerics.LATENT_DIM) + Int64(thread) * (4 * self.words), pairs)
         armed = Uint32(polling.ARMED)
         if thread < sources:
-            ptx.store_word_system(self.lse_address(region, generation, thread, row, head), armed)
+            memory.store_word_system(self.lse_address(region, generation, thread, row, head), armed)
         for source in cutlass.range_constexpr(sources):
             if lse[source] != Uint32(polling.EMPTY_LSE):
                 place = self.payload_address(region, generation, source, row, head, thread)
-                ptx.store_words_system(place, [armed] * self.words)
+                memory.store_words_system(place, [armed] * self.words)
 
     @property
     def source_bytes(self) -> int:

@@ -81,7 +81,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 
-from dcp_decode.kernels import disk_cache, ptx
+from dcp_decode.kernels import disk_cache, memory
 from dcp_decode.kernels.launch import run_sparse
 from dcp_decode.kernels.sparse_arguments import QUERY_STAGED, QUERY_WARPS_DONE, SparseArguments, Worker
 from dcp_decode.kernels.sparse_chunk import store_fp8_pair_shared, transpose4
@@ -128,7 +128,7 @@ class SparseDcpDecode(SparseLaunch, SparseQuery, SparsePartials, SparseProbabili
                 # With two blocks a round their bytes are known with the count.
                 for parity in cutlass.range_constexpr(2 if config.blocks == 1 else 0):
                     self.expect_probabilities(barriers, parity, 0)
-            ptx.store_shared(shared + config.shared.abort_flag, [Int32(0)])
+            memory.store_shared(shared + config.shared.abort_flag, [Int32(0)])
 
     @property
     def barrier_arrivals(self) -> list[int]:

@@ -37,7 +37,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from dcp_decode import numerics
 from dcp_decode.geometry import HEAD_TILE
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory, ptx
 from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
 from dcp_decode.kernels.sparse_config import SparseConfig
 from dcp_decode.kernels.sparse_rows import SparseRows
@@ -51,7 +51,7 @@ EMPTY = -math.inf
 
 def store_fp8_pair_shared(pointer: Any, low: Any, high: Any) -> None:
     """E4M3 (satfinite, nearest even) of FP32 `low`, `high` as two adjacent bytes of shared memory, `low` first."""
-    ptx.store_shared_half(pointer, ptx.e4m3_pair(low, high))
+    memory.store_shared_half(pointer, ptx.e4m3_pair(low, high))
 
 
 def transpose4(words: list[Any]) -> list[Any]:
@@ -77,13 +77,13 @@ def query_operand(upper: Any, lower: Any) -> list[Any]:
 
 def load_query_operands(address: Any, step: int) -> list[list[Any]]:
     """Operands of steps `step` and, before the last, `step` + 1 at a lane's ldmatrix address."""
-    words = ptx.load_matrices(address + step * STEP_BYTES, 4 if step + 1 < DEPTH_STEPS else 2)
+    words = memory.load_matrices(address + step * STEP_BYTES, 4 if step + 1 < DEPTH_STEPS else 2)
     return [query_operand(words[pair], words[pair + 1]) for pair in range(0, len(words), 2)]
 
 
 def load_key_operands(address: Any, step: int) -> list[list[list[Any]]]:
     """f16 mma right operands [steps][2 key octets] of steps `step` and, before the last, `step` + 1."""
-    words = ptx.load_matrices(address + step * STEP_BYTES, 4 if step + 1 < DEPTH_STEPS else 2)
+    words = memory.load_matrices(address + step * STEP_BYTES, 4 if step + 1 < DEPTH_STEPS else 2)
     unpacked = [ptx.e4m3_to_f16(word) for word in words]
     return [unpacked[pair : pair + 2] for pair in range(0, len(words), 2)]
 
@@ -96,8 +96,8 @@ def transposed_values(words: list[Any]) -> list[list[list[Any]]]:
 
 def probability_operands(address: Any, pitch: int) -> list[list[Any]]:
     """f16 left operands (2 mma of a 32-key step) of the P bytes of heads g (at a lane's address) and g + 8."""
-    upper = ptx.load_shared(address, 2, Uint32)
-    lower = ptx.load_shared(address + 8 * pitch, 2, Uint32)
+    upper = memory.load_shared(address, 2, Uint32)
+    lower = memory.load_shared(address + 8 * pitch, 2, Uint32)
     return [query_operand(upper[half_step], lower[half_step]) for half_step in range(2)]
 
 
@@ -194,18 +194,18 @@ class SparseChunk(SparseRows):
         """Global to shared memory: of this CTA, or `shared`, to the same place of all CTAs that have the same keys."""
         if shared:
             ctas = Int32(sum(1 << SPLIT * group for group in range(self.config.groups))) << worker.split
-            ptx.bulk_multicast(destination, source, count_bytes, barrier, ctas)
+            memory.bulk_multicast(destination, source, count_bytes, barrier, ctas)
         else:
-            ptx.bulk_load(destination, source, count_bytes, barrier)
+            memory.bulk_load(destination, source, count_bytes, barrier)
 
     def cluster_rank(self, worker: Worker, cta: Any) -> Any:
         """Number in the cluster of the CTA that has keys `cta`, `cta` + SPLIT .. of the worker's heads."""
         return cta if self.config.groups == 1 else cta + worker.tile_group % self.config.groups * SPLIT
 
     def wait_for_keys(self, block: Any, worker: Worker, ready: Any = (), scratch: Any = 0) -> None:
-        """Until the keys of a block are in their buffer; ready, scratch: see `ptx.wait_barrier`."""
+        """Until the keys of a block are in their buffer; ready, scratch: see `memory.wait_barrier`."""
         barrier = worker.shared + self.config.shared.key_barrier(0) + self.slot(block) * 8
-        ptx.wait_barrier(barrier, self.phase(block), ready, scratch)
+        memory.wait_barrier(barrier, self.phase(block), ready, scratch)
 
     def scores(self, query: Any, block: Any, slab: Any, worker: Worker, more_steps: int = 0) -> None:
         """Partial scores of this warp's keys and depth into the slab; `query`: operands of one tile or None.
@@ -254,8 +254,8 @@ class SparseChunk(SparseRows):
                 line = depth * self.config.head_rows + tile * HEAD_TILE + worker.lane // 4
                 key = pairs[pair].key + pairs[pair].offset
                 place = slab + line * pitch + (key + worker.lane % 4 * 4) * 4
-                ptx.store_shared(place, upper)
-                ptx.store_shared(place + 8 * pitch, lower)
+                memory.store_shared(place, upper)
+                memory.store_shared(place + 8 * pitch, lower)
 
     def query_place(self, tile: int, worker: Worker) -> Any:
         """A lane's ldmatrix address of one tile's query for this warp's depth."""
@@ -297,7 +297,7 @@ class SparseChunk(SparseRows):
             place = slab + self.warp_line(tile, member, worker) * pitch + worker.lane * 8
             stride = self.config.head_rows * pitch
             first = [place + block * (BLOCK * 4) for block in range(blocks)]
-            parts.append([[ptx.load_shared(each + depth * stride, 2) for depth in range(DEPTHS)] for each in first])
+            parts.append([[memory.load_shared(each + depth * stride, 2) for depth in range(DEPTHS)] for each in first])
         logits = []
         for member in members:
             present = []

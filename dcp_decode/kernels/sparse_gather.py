@@ -23,7 +23,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from dcp_decode import numerics
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory, ptx
 from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
 from dcp_decode.kernels.sparse_chunk import VALUE_STEP, SparseChunk
 from dcp_decode.kernels.sparse_config import COMPUTE_WARPS
@@ -158,7 +158,7 @@ class SparseGather(SparseChunk):
             slot, freed = self.slot(block), self.phase(block) ^ 1
             if number >= config.buffers:
                 # The compute warps are done with the keys of the block that had this buffer.
-                ptx.wait_barrier(worker.shared + layout.keys_free_barrier(0) + slot * 8, freed)
+                memory.wait_barrier(worker.shared + layout.keys_free_barrier(0) + slot * 8, freed)
             if left[turn] > 0:
                 if worker.thread == 0:
                     self.expect_keys(block, left[turn], worker)
@@ -167,7 +167,7 @@ class SparseGather(SparseChunk):
             block = blocks[turn]
             slot, freed = self.slot(block), self.phase(block) ^ 1
             if number >= config.buffers:
-                ptx.wait_barrier(worker.shared + layout.values_free_barrier(0) + slot * 8, freed)
+                memory.wait_barrier(worker.shared + layout.values_free_barrier(0) + slot * 8, freed)
             self.gather_values(rows[turn], block, count, arguments, worker)
 
     @property
@@ -196,7 +196,7 @@ class SparseGather(SparseChunk):
             row = cute.arch.shuffle_sync(rows[step // 8], step % 8 * SPLIT + cta)
             bytes_present = ptx.select_less_int32(Int32(step * SPLIT), left, PIECE_BYTES, 0)
             place = base + step * layout.value_pitch
-            ptx.copy_async(place, source + Int64(row) * numerics.ROW_BYTES, bytes_present)
+            memory.copy_async(place, source + Int64(row) * numerics.ROW_BYTES, bytes_present)
         cute.arch.cp_async_mbarrier_arrive_noinc(worker.barriers + (layout.value_barrier(0) // 8 + slot))
 
     def load_shared_row(self, block: int, first: Any, arguments: SparseArguments, worker: Worker) -> Any:
@@ -248,7 +248,7 @@ class SparseGather(SparseChunk):
         padded = Int32(ROW_BLOCK) if block == 0 else (present + (ROW_STEP - 1)) // ROW_STEP * ROW_STEP
         for key in cutlass.range(present + worker.thread // ROW_PIECES, padded, threads // ROW_PIECES, unroll=1):
             place = self.shared_values(block, key, worker) + worker.thread % ROW_PIECES * PIECE_BYTES
-            ptx.store_shared(place, [zero, zero, zero, zero])
+            memory.store_shared(place, [zero, zero, zero, zero])
         barrier = worker.barriers + layout.value_barrier(block) // 8
         if worker.thread == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, present * COLUMNS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory, ptx
 from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
 from dcp_decode.kernels.sparse_chunk import SparseChunk
 from dcp_decode.kernels.sparse_rows import ABORTED_SUM, EMPTY_LSE_WORD
@@ -22,9 +22,9 @@ class SparseOutputs(SparseChunk):
         An aborted CTA (an expired wait) sends the sum -1, which no real sum can be: whoever sees it pushes nothing.
         """
         layout = self.config.shared
-        aborted = ptx.load_shared(worker.shared + layout.abort_flag, 1, Int32)[0]
+        aborted = memory.load_shared(worker.shared + layout.abort_flag, 1, Int32)[0]
         cta = ptx.minimum_int32(worker.lane, Int32(self.config.split - 1))
-        remote = ptx.map_shared(worker.shared, self.cluster_rank(worker, cta))
+        remote = memory.map_shared(worker.shared, self.cluster_rank(worker, cta))
         totals = [running_sum[index] for index in range(self.config.tiles * self.warp_heads)]
         for distance in (16, 8, 4, 2, 1):
             totals = [ptx.add(total, cute.arch.shuffle_sync_bfly(total, distance)) for total in totals]
@@ -33,12 +33,12 @@ class SparseOutputs(SparseChunk):
             for index in cutlass.range_constexpr(self.config.tiles * self.warp_heads):
                 line = self.warp_line(index // self.warp_heads, index % self.warp_heads, worker)
                 place = remote + layout.statistics + (worker.split * self.config.head_rows + line) * 8
-                ptx.store_async(place, [running_max[index], totals[index]], remote + layout.inbox_barrier)
+                memory.store_async(place, [running_max[index], totals[index]], remote + layout.inbox_barrier)
 
     @cute.jit
     def empty_row(self, arguments: SparseArguments, worker: Worker) -> None:
         """Outputs of a row of count 0: only EMPTY_LSE is pushed; the local route writes zeros and -inf."""
-        aborted = ptx.load_shared(worker.shared + self.config.shared.abort_flag, 1, Int32)[0]
+        aborted = memory.load_shared(worker.shared + self.config.shared.abort_flag, 1, Int32)[0]
         if aborted == 0:
             use = self.use_number(worker)
             zero = Uint32(0)

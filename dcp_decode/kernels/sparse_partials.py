@@ -21,7 +21,7 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, cute
 
 from dcp_decode.geometry import HEAD_TILE
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory, ptx
 from dcp_decode.kernels.sparse_arguments import COMPUTE, SparseArguments, Worker
 from dcp_decode.kernels.sparse_chunk import (
     VALUE_STEP,
@@ -112,7 +112,7 @@ class SparsePartials(SparseOutputs):
             cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
         if cutlass.const_expr(config.trigger == "merge"):
             cute.arch.griddepcontrol_launch_dependents()
-        ptx.wait_barrier(worker.shared + config.partials_layout.inbox_barrier, 0)
+        memory.wait_barrier(worker.shared + config.partials_layout.inbox_barrier, 0)
         for tile in cutlass.range_constexpr(config.tiles):
             self.merge(tile, owner_bases[tile], use, arguments, worker)
 
@@ -133,7 +133,7 @@ class SparsePartials(SparseOutputs):
             if missing < padded:
                 zero = Uint32(0)
                 place = self.key_buffer(worker, chunk) + missing * ROW_PITCH + worker.lane * 16
-                ptx.store_shared(place, [zero, zero, zero, zero])
+                memory.store_shared(place, [zero, zero, zero, zero])
 
     @cute.jit
     def softmax(
@@ -155,7 +155,7 @@ class SparsePartials(SparseOutputs):
             place = worker.shared + layout.probabilities + line * layout.probability_pitch
             store_fp8_pair_shared(place + self.probability_byte(worker), low, high)
             if worker.lane == 0:
-                ptx.store_shared(worker.shared + layout.rescale + line * 4, [rescale])
+                memory.store_shared(worker.shared + layout.rescale + line * 4, [rescale])
 
     @cute.jit
     def load_values(self, chunk: Int32, keys: Int32, worker: Worker) -> cute.Tensor:
@@ -163,13 +163,13 @@ class SparsePartials(SparseOutputs):
         words = cute.make_rmem_tensor(16, Uint32)
         place = self.key_buffer(worker, chunk) + worker.lane * ROW_PITCH + worker.warp * 32
         for half in cutlass.range_constexpr(2):
-            loaded = ptx.load_matrices(place + half * 16, 4, transposed=True)
+            loaded = memory.load_matrices(place + half * 16, 4, transposed=True)
             for element in cutlass.range_constexpr(4):
                 words[half * 4 + element] = loaded[element]
                 words[8 + half * 4 + element] = Uint32(0)
         if keys > VALUE_STEP:
             for half in cutlass.range_constexpr(2):
-                later = ptx.load_matrices(place + VALUE_STEP * ROW_PITCH + half * 16, 4, transposed=True)
+                later = memory.load_matrices(place + VALUE_STEP * ROW_PITCH + half * 16, 4, transposed=True)
                 for element in cutlass.range_constexpr(4):
                     words[8 + half * 4 + element] = later[element]
         return words
@@ -183,8 +183,8 @@ class SparsePartials(SparseOutputs):
         """accumulators *= exp2(old max - new max), per head."""
         for tile in cutlass.range_constexpr(self.config.tiles):
             place = worker.shared + self.config.partials_layout.rescale + (tile * HEAD_TILE + worker.lane // 4) * 4
-            upper = ptx.load_shared(place, 1)[0]
-            lower = ptx.load_shared(place + 8 * 4, 1)[0]
+            upper = memory.load_shared(place, 1)[0]
+            lower = memory.load_shared(place + 8 * 4, 1)[0]
             for block in cutlass.range_constexpr(4):
                 first = tile * 16 + block * 4
                 accumulators[first] = ptx.multiply(accumulators[first], upper)
@@ -224,14 +224,14 @@ class SparsePartials(SparseOutputs):
             self.store_partials(accumulators, worker.shared + layout.own_partial + place)
         else:
             block = (worker.split - destination - 1) & (SPLIT - 1)
-            remote = ptx.map_shared(worker.shared + layout.inbox + block * layout.partial_bytes + place, destination)
-            barrier = ptx.map_shared(worker.shared + layout.inbox_barrier, destination)
+            remote = memory.map_shared(worker.shared + layout.inbox + block * layout.partial_bytes + place, destination)
+            barrier = memory.map_shared(worker.shared + layout.inbox_barrier, destination)
             for tile in cutlass.range_constexpr(self.config.tiles):
                 for half in cutlass.range_constexpr(2):
                     offset = tile * HEAD_TILE * layout.partial_pitch + half * 64
                     upper, lower = partial_words(accumulators, tile * 16 + half * 8)
-                    ptx.store_async(remote + offset, upper, barrier)
-                    ptx.store_async(remote + offset + 8 * layout.partial_pitch, lower, barrier)
+                    memory.store_async(remote + offset, upper, barrier)
+                    memory.store_async(remote + offset + 8 * layout.partial_pitch, lower, barrier)
 
     def partial_place(self, worker: Worker) -> Any:
         """Of a lane's first four columns within a block of partials."""
@@ -246,7 +246,7 @@ class SparsePartials(SparseOutputs):
         block = (worker.warp // WARPS_A_PEER - worker.split) & (SPLIT - 1)
         place = worker.shared + layout.own_partial + block * layout.partial_bytes + self.partial_place(worker)
         self.store_partials(accumulators, place)
-        ptx.fence_async_shared()
+        memory.fence_async_shared()
 
     def store_partials(self, accumulators: Any, place: Any) -> None:
         layout = self.config.partials_layout
@@ -254,8 +254,8 @@ class SparsePartials(SparseOutputs):
             for half in range(2):
                 offset = tile * HEAD_TILE * layout.partial_pitch + half * 64
                 upper, lower = partial_words(accumulators, tile * 16 + half * 8)
-                ptx.store_shared(place + offset, upper)
-                ptx.store_shared(place + offset + 8 * layout.partial_pitch, lower)
+                memory.store_shared(place + offset, upper)
+                memory.store_shared(place + offset + 8 * layout.partial_pitch, lower)
 
     @cute.jit
     def send_staged(self, worker: Worker) -> None:
@@ -266,11 +266,11 @@ class SparsePartials(SparseOutputs):
             peer = (worker.split + 1 + warp) & (SPLIT - 1)
             # Seen from the peer this CTA is SPLIT - 1 - warp steps further round the ring.
             inbox = layout.inbox + (SPLIT - 2 - warp) * layout.partial_bytes
-            ptx.bulk_send(
-                ptx.map_shared(worker.shared + inbox, peer),
+            memory.bulk_send(
+                memory.map_shared(worker.shared + inbox, peer),
                 worker.shared + layout.staged(0) + warp * layout.partial_bytes,
                 layout.partial_bytes,
-                ptx.map_shared(worker.shared + layout.inbox_barrier, peer),
+                memory.map_shared(worker.shared + layout.inbox_barrier, peer),
             )
 
     @cute.jit
@@ -287,7 +287,7 @@ class SparsePartials(SparseOutputs):
             place = worker.shared + layout.inbox + block * layout.partial_bytes
             if worker.split == cta:
                 place = worker.shared + layout.own_partial
-            partial = ptx.load_shared(place + line * layout.partial_pitch + worker.lane * 16, LANE_COLUMNS)
+            partial = memory.load_shared(place + line * layout.partial_pitch + worker.lane * 16, LANE_COLUMNS)
             sums = [ptx.multiply_add(weights[cta], part, before) for part, before in zip(partial, sums, strict=True)]
         words = self.merged_words(sums, total, arguments.out_scale)
         # An even lane takes its neighbour's four columns too: 16-byte stores, 256 adjacent bytes a warp.

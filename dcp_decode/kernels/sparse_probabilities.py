@@ -37,7 +37,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from dcp_decode.geometry import HEAD_TILE
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory, ptx
 from dcp_decode.kernels.sparse_arguments import COMPUTE, QUERY_STAGED, SparseArguments, Worker
 from dcp_decode.kernels.sparse_chunk import VALUE_STEP, store_fp8_pair_shared
 from dcp_decode.kernels.sparse_config import COMPUTE_WARPS
@@ -260,7 +260,7 @@ class SparseProbabilities(SparseValues):
         cute.arch.sync_warp()
         piece, cta, member = worker.lane % 4, worker.lane // 4 % SPLIT, worker.lane // 16
         parity = number & 1
-        remote = ptx.map_shared(worker.shared, self.cluster_rank(worker, cta))
+        remote = memory.map_shared(worker.shared, self.cluster_rank(worker, cta))
         barrier = remote + layout.probability_barrier(0) + parity * 8
         # Heads 2, 3 of every four have their two 32-byte halves swapped: no bank conflict for the readers.
         swizzled = (piece ^ (worker.warp * heads & 2)) * PIECE_BYTES
@@ -271,16 +271,16 @@ class SparseProbabilities(SparseValues):
         for tile in cutlass.range_constexpr(self.config.tiles):
             first = tile * HEAD_TILE
             own = outgoing + (first + member) * BLOCK + piece * PIECE_BYTES
-            words = ptx.load_shared(own, 4, Uint32)
-            ptx.store_async(destination + first * BLOCK, words, barrier)
+            words = memory.load_shared(own, 4, Uint32)
+            memory.store_async(destination + first * BLOCK, words, barrier)
             if piece == 0:
                 both = [state.running_max[tile * heads + index] for index in range(2)]
                 maximum = ptx.select_less(member, Int32(1), *both)
-                ptx.store_async(maxima + first * (SPLIT * 4), [maximum], barrier)
+                memory.store_async(maxima + first * (SPLIT * 4), [maximum], barrier)
             if cutlass.const_expr(more_steps > 0):  # noqa: SIM102 (a static and a dynamic condition)
                 if piece * PIECE_BYTES < more_steps * VALUE_STEP:
-                    words = ptx.load_shared(own + layout.outgoing_bytes, 4, Uint32)
-                    ptx.store_async(destination + first * BLOCK + layout.probability_bytes, words, barrier)
+                    words = memory.load_shared(own + layout.outgoing_bytes, 4, Uint32)
+                    memory.store_async(destination + first * BLOCK + layout.probability_bytes, words, barrier)
 
     def store_probabilities(
         self,
@@ -319,10 +319,10 @@ class SparseProbabilities(SparseValues):
         for tile in cutlass.range_constexpr(config.tiles):
             for upper in cutlass.range_constexpr(2):
                 columns = [sums[tile * 8 + column * 4 + upper * 2 + pair] for pair in range(2) for column in range(2)]
-                ptx.store_shared(place + head_offset(tile, upper) * layout.output_pitch, columns)
+                memory.store_shared(place + head_offset(tile, upper) * layout.output_pitch, columns)
         if cutlass.const_expr(config.trigger == "merge"):
             cute.arch.griddepcontrol_launch_dependents()
-        ptx.wait_barrier(worker.shared + layout.inbox_barrier, 0)
+        memory.wait_barrier(worker.shared + layout.inbox_barrier, 0)
         finals = [self.final(line, worker) for line in lines]
         # The sums are complete in shared memory.
         cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=COMPUTE_THREADS)
@@ -343,7 +343,7 @@ class SparseProbabilities(SparseValues):
         total, inverse, least, lse = final
         piece = worker.lane % OUTPUT_PIECES
         place = worker.shared + layout.outputs + line * layout.output_pitch + piece * (2 * PIECE_BYTES)
-        columns = [*ptx.load_shared(place, 4), *ptx.load_shared(place + PIECE_BYTES, 4)]
+        columns = [*memory.load_shared(place, 4), *memory.load_shared(place + PIECE_BYTES, 4)]
         words = self.merged_words(columns, total, arguments.out_scale, inverse)
         # Not `least >= 0`: where all sums are NaN the row is pushed, as NaN.
         aborted = Int32(0)

@@ -19,7 +19,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from dcp_decode import numerics
-from dcp_decode.kernels import arrival, ptx
+from dcp_decode.kernels import arrival, memory, ptx
 from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
 from dcp_decode.kernels.sparse_shared import ROW_PITCH
 from dcp_decode.mailbox import Stage
@@ -76,7 +76,7 @@ class SparseQuery:
         for first in cutlass.range_constexpr(0, turns, in_flight):
             batch = range(first, min(first + in_flight, turns))
             places = [self.piece(turn, worker.thread) for turn in batch]
-            loaded = [ptx.load_words_system(address + Int64(place) * PIECE_BYTES) for place in places]
+            loaded = [memory.load_words_system(address + Int64(place) * PIECE_BYTES) for place in places]
             for words, place in zip(loaded, places, strict=True):
                 self.receive_piece(words, place, arguments, worker, use, address)
 
@@ -104,12 +104,12 @@ class SparseQuery:
             first_word,
         )
         if aborted != 0:
-            ptx.store_shared(worker.shared + self.config.shared.abort_flag, [Int32(1)])
+            memory.store_shared(worker.shared + self.config.shared.abort_flag, [Int32(1)])
         self.stage_words([four[0], four[1], four[2], four[3]], line, first_word, worker)
 
     def stage_words(self, words: list[Any], line: Any, first_word: Any, worker: Worker) -> None:
         """Put a piece of a head's query, 16 E4M3 bytes, where the scores find it."""
-        ptx.store_shared(worker.shared + self.config.shared.query + line * ROW_PITCH + first_word * 4, words)
+        memory.store_shared(worker.shared + self.config.shared.query + line * ROW_PITCH + first_word * 4, words)
 
     @cute.jit
     def publish_use(self, worker: Worker, use: Int32, gave_up: Int32) -> None:
@@ -118,9 +118,9 @@ class SparseQuery:
         Words that an aborted use did not re-arm look arrived when their generation comes round again: no push then.
         """
         if worker.thread == 0:
-            ptx.store_shared(worker.shared + self.config.shared.use_number, [use])
+            memory.store_shared(worker.shared + self.config.shared.use_number, [use])
             if gave_up != 0:
-                ptx.store_shared(worker.shared + self.config.shared.abort_flag, [Int32(1)])
+                memory.store_shared(worker.shared + self.config.shared.abort_flag, [Int32(1)])
 
     @cute.jit
     def rearm_query(self, worker: Worker, address: Int64) -> None:
@@ -132,12 +132,12 @@ class SparseQuery:
             within = worker.thread + turn * query_threads
             if within < share:
                 piece = worker.split * share + within
-                ptx.store_words_system(address + Int64(piece) * PIECE_BYTES, [armed, armed, armed, armed])
+                memory.store_words_system(address + Int64(piece) * PIECE_BYTES, [armed, armed, armed, armed])
 
     @cute.jit
     def release_query(self, worker: Worker, address: Int64) -> None:
         """Re-arm and fence, after the cluster barrier; an aborted CTA leaves the words for the post-mortem."""
-        aborted = ptx.load_shared(worker.shared + self.config.shared.abort_flag, 1, Int32)[0]
+        aborted = memory.load_shared(worker.shared + self.config.shared.abort_flag, 1, Int32)[0]
         if aborted == 0:
             self.rearm_query(worker, address)
         # Acquire side of the query exchange: orders the words that this thread read, and through the fence that their

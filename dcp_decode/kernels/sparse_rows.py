@@ -7,7 +7,7 @@ from typing import Any
 from cutlass import Float32, Int32, Int64
 
 from dcp_decode import numerics
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory, ptx
 from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
 
 BF16_NAN_PAIR = numerics.BF16_NAN << 16 | numerics.BF16_NAN
@@ -22,7 +22,7 @@ class SparseRows:
 
     def load_count(self, arguments: SparseArguments, worker: Worker) -> Any:
         """The row's count of keys, 0 .. K."""
-        count = ptx.load_global_int32(arguments.valid + Int64(worker.row) * 4)
+        count = memory.load_global_int32(arguments.valid + Int64(worker.row) * 4)
         return ptx.minimum_int32(ptx.maximum_int32(count, Int32(0)), Int32(self.config.geometry.topk))
 
     def keys_of_cta(self, count: Any, worker: Worker) -> Any:
@@ -34,17 +34,17 @@ class SparseRows:
         """Flat cache row of a key of the worker's row, clamped to the list's width: it may precede the count."""
         width = self.config.geometry.topk
         place = Int64(worker.row) * width + Int64(ptx.minimum_int32(key, Int32(width - 1)))
-        return ptx.load_global_int32(arguments.rows + place * 4)
+        return memory.load_global_int32(arguments.rows + place * 4)
 
     def owner_base(self, arguments: SparseArguments, head: Any) -> Any:
         """Base address of the owner of a head: loaded before the wait for the peers hides it; 0 on the local route."""
         if not self.config.push:
             return Int64(0)
-        return ptx.load_global_int64(arguments.table + Int64(head // self.config.geometry.owner_heads) * 8)
+        return memory.load_global_int64(arguments.table + Int64(head // self.config.geometry.owner_heads) * 8)
 
     def use_number(self, worker: Worker) -> Any:
         """This use's number, as the query thread told it: its generation is that of the value mailboxes."""
-        return ptx.load_shared(worker.shared + self.config.shared.use_number, 1, Int32)[0]
+        return memory.load_shared(worker.shared + self.config.shared.use_number, 1, Int32)[0]
 
     def head(self, worker: Worker, line: Any) -> Any:
         """Query head of a line of the CTA's heads."""
@@ -56,7 +56,9 @@ class SparseRows:
         weights: exp2(max_c - largest). total = sum_c w_c sum_c in CTA order. least: below 0 where a CTA gave up.
         """
         first = worker.shared + self.config.shared.statistics + line * 8
-        statistics = [ptx.load_shared(first + cta * self.config.head_rows * 8, 2) for cta in range(self.config.split)]
+        statistics = [
+            memory.load_shared(first + cta * self.config.head_rows * 8, 2) for cta in range(self.config.split)
+        ]
         largest, least = statistics[0]
         for maximum, total in statistics[1:]:
             largest = ptx.maximum(largest, maximum)
@@ -107,10 +109,10 @@ class SparseRows:
         if self.config.push:
             line = self.slot_line(use, head, arguments, worker)
             place = owner_base + self.config.mailbox.payload.offset + line * row_bytes
-            ptx.store_words_system(place + Int64(column_bytes), words)
+            memory.store_words_system(place + Int64(column_bytes), words)
         else:
             line = Int64(worker.row) * g.padded_heads + Int64(head)
-            ptx.store_global(arguments.latent + line * row_bytes + Int64(column_bytes), words)
+            memory.store_global(arguments.latent + line * row_bytes + Int64(column_bytes), words)
 
     def store_lse(
         self, owner_base: Any, word: Any, use: Any, head: Any, arguments: SparseArguments, worker: Worker
@@ -119,7 +121,7 @@ class SparseRows:
         g = self.config.geometry
         if self.config.push:
             line = self.slot_line(use, head, arguments, worker)
-            ptx.store_word_system(owner_base + self.config.mailbox.lse_log2.offset + line * 4, word)
+            memory.store_word_system(owner_base + self.config.mailbox.lse_log2.offset + line * 4, word)
         else:
             line = Int64(worker.row) * g.padded_heads + Int64(head)
-            ptx.store_global(arguments.lse + line * 4, [word])
+            memory.store_global(arguments.lse + line * 4, [word])

@@ -24,7 +24,7 @@ Exchange of probabilities:
     keys         b x c x 64 x 592                                      ] after the last round the CTA's columns of
     scores       s x 4 x 16t x (256 c + 64)  two slabs where they fit  ] all heads, FP32
     kept         32 KiB                      registers of 3 tiles between the rounds
-    scratch      1 KiB                       of one tile: see `ptx.wait_barrier`
+    scratch      1 KiB                       of one tile: see `memory.wait_barrier`
 
     total        136,576 / 211,328 for 1 tile and 1 / 2 buffers; 216,448 for 1 tile and a chunk of two blocks
 
@@ -252,7 +252,7 @@ class ProbabilitiesLayout(SharedLayout):
         return -(-10 * self.tiles // 4) if self.tiles > 2 else 0
 
     @property
-    def scratch(self) -> int:  # (compute threads) words that `ptx.wait_barrier` writes and nobody reads
+    def scratch(self) -> int:  # (compute threads) words that `memory.wait_barrier` writes and nobody reads
         return self.kept + 8 * self.kept_slots * 512
 
     @property

@@ -11,7 +11,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from dcp_decode.geometry import HEAD_TILE
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory, ptx
 from dcp_decode.kernels.sparse_arguments import Worker
 from dcp_decode.kernels.sparse_chunk import VALUE_STEP, probability_operands, transposed_values
 from dcp_decode.kernels.sparse_config import COMPUTE_WARPS
@@ -101,7 +101,7 @@ class SparseValues(SparseGather, SparseOutputs):
         """Until the values of a block are in their buffer; a lane's address in those of CTA 0."""
         layout = self.config.probabilities_layout
         slot = self.slot(block)
-        ptx.wait_barrier(worker.shared + layout.value_barrier(0) + slot * 8, self.phase(block))
+        memory.wait_barrier(worker.shared + layout.value_barrier(0) + slot * 8, self.phase(block))
         values = worker.shared + layout.values + slot * layout.value_bytes
         return values + worker.lane * layout.value_pitch + worker.warp * WARP_COLUMNS
 
@@ -109,13 +109,13 @@ class SparseValues(SparseGather, SparseOutputs):
         """Three tiles keep FP32 registers in shared memory between their uses: words `first` .. of a lane."""
         if self.config.probabilities_layout.kept_slots:
             for index in range(count):
-                ptx.store_shared(self.kept_place(first + index, worker), [registers[index]])
+                memory.store_shared(self.kept_place(first + index, worker), [registers[index]])
 
     def take(self, registers: Any, first: int, count: int, worker: Worker) -> None:
         """What `keep` kept."""
         if self.config.probabilities_layout.kept_slots:
             for index in range(count):
-                registers[index] = ptx.load_shared(self.kept_place(first + index, worker), 1)[0]
+                registers[index] = memory.load_shared(self.kept_place(first + index, worker), 1)[0]
 
     def kept_place(self, word: int, worker: Worker) -> Any:
         """Address of a lane's word."""
@@ -127,7 +127,7 @@ class SparseValues(SparseGather, SparseOutputs):
         layout = self.config.probabilities_layout
         ready = [word for cta in early for step in cta for column in step for pair in column for word in pair]
         barrier = worker.shared + layout.probability_barrier(0) + (number & 1) * 8
-        ptx.wait_barrier(barrier, (number >> 1) & 1, ready, worker.shared + layout.scratch + worker.thread * 4)
+        memory.wait_barrier(barrier, (number >> 1) & 1, ready, worker.shared + layout.scratch + worker.thread * 4)
 
     def early_values(self, place: Any) -> list[Any]:
         """Operands that are loaded and unpacked before the wait for P, where there are registers: of the first CTAs.
@@ -140,7 +140,7 @@ class SparseValues(SparseGather, SparseOutputs):
         """f16 operands [steps][2 parities][2 mma] of one CTA's keys; `place`: a lane's address in those of CTA 0."""
         rows = [cta * BLOCK + step * VALUE_STEP for step in steps]
         pitch = self.config.probabilities_layout.value_pitch
-        words = [ptx.load_matrices(place + row * pitch, 4, transposed=True) for row in rows]
+        words = [memory.load_matrices(place + row * pitch, 4, transposed=True) for row in rows]
         return [transposed_values(step_words) for step_words in words]
 
     def rescale_sums(self, state: State, tile: int, maxima: Any) -> list[list[Any]]:
@@ -148,7 +148,7 @@ class SparseValues(SparseGather, SparseOutputs):
 
         maxima: a lane's address of those of head g.
         """
-        running = [ptx.load_shared(maxima + head_offset(tile, half) * (SPLIT * 4), SPLIT) for half in range(2)]
+        running = [memory.load_shared(maxima + head_offset(tile, half) * (SPLIT * 4), SPLIT) for half in range(2)]
         for half in range(2):
             before = state.largest[tile * 2 + half]
             after = before
@@ -198,7 +198,7 @@ class SparseValues(SparseGather, SparseOutputs):
                         maximum = running[tile][half][cta]
                     else:
                         place = places.maxima + head_offset(tile, half) * (SPLIT * 4) + cta * 4
-                        maximum = ptx.load_shared(place, 1)[0]
+                        maximum = memory.load_shared(place, 1)[0]
                     weight = ptx.exp2(ptx.add(maximum, -state.largest[tile * 2 + half]))
                     for element in elements(tile, half):
                         value = current[cta, element // 4 % 2][element % 4]

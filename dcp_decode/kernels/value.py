@@ -24,7 +24,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from dcp_decode import numerics
-from dcp_decode.kernels import arrival, disk_cache, ptx
+from dcp_decode.kernels import arrival, disk_cache, memory, ptx
 from dcp_decode.kernels.configs import ValueConfig
 from dcp_decode.mailbox import MailboxLayout, Stage
 
@@ -66,12 +66,12 @@ class DcpValue:
         generation = use % g.generations
         copies = g.generations if cutlass.const_expr(config.eager) else 1
         lse_copy = ptx.minimum_int32(lane // sources, Int32(copies - 1)) if config.eager else generation
-        lse_word = ptx.load_word_system(self.lse_address(region, lse_copy, source_of_lane, row, head))
+        lse_word = memory.load_word_system(self.lse_address(region, lse_copy, source_of_lane, row, head))
         early = cute.make_rmem_tensor(copies * sources * 4, Uint32)
         for copy in cutlass.range_constexpr(copies):
             for source in cutlass.range_constexpr(sources):
                 loaded_from = Int32(copy) if config.eager else generation
-                loaded = ptx.load_words_system(self.payload_address(region, loaded_from, source, row, head, thread))
+                loaded = memory.load_words_system(self.payload_address(region, loaded_from, source, row, head, thread))
                 for element in cutlass.range_constexpr(4):
                     early[(copy * sources + source) * 4 + element] = loaded[element]
 
@@ -147,7 +147,7 @@ class DcpValue:
         sources = g.dcp
         armed = Uint32(ARMED)
         if thread < sources:
-            ptx.store_word_system(self.lse_address(region, generation, thread, row, head), armed)
+            memory.store_word_system(self.lse_address(region, generation, thread, row, head), armed)
         largest = Float32(float("-inf"))
         for source in cutlass.range_constexpr(sources):
             largest = ptx.maximum(largest, ptx.bits_float(lse[source]))
@@ -164,7 +164,7 @@ class DcpValue:
                         column = 2 * element + half
                         sums[column] = ptx.multiply_add(weight, values[half], sums[column])
                 place = self.payload_address(region, generation, source, row, head, thread)
-                ptx.store_words_system(place, [armed, armed, armed, armed])
+                memory.store_words_system(place, [armed, armed, armed, armed])
         divisor = weight_sum
         if weight_sum == Float32(0.0):  # all sources are empty
             divisor = Float32(1.0)
@@ -173,7 +173,7 @@ class DcpValue:
             for index in range(4)
         ]
         line = Int64(row) * g.owner_heads + Int64(head)
-        ptx.store_global(merged + line * (2 * numerics.LATENT_DIM) + Int64(thread) * 16, pairs)
+        memory.store_global(merged + line * (2 * numerics.LATENT_DIM) + Int64(thread) * 16, pairs)
 
     @property
     def places(self) -> tuple[arrival.Place, ...]:
@@ -232,10 +232,10 @@ class DcpValuePush:
             arrival.advance_use(region, int(Stage.SPARSE))
         line = Int64(row) * g.padded_heads + Int64(head)
         owner = head // g.owner_heads
-        base = ptx.load_global_int64(table + Int64(owner) * 8)
+        base = memory.load_global_int64(table + Int64(owner) * 8)
         aborted = arrival.read_abort(region)
-        lse_ln = ptx.bits_float(Uint32(ptx.load_global_int32(lse + line * 4)))
-        words = ptx.load_global_words(latent + line * (2 * numerics.LATENT_DIM) + Int64(thread) * 16)
+        lse_ln = ptx.bits_float(Uint32(memory.load_global_int32(lse + line * 4)))
+        words = memory.load_global_words(latent + line * (2 * numerics.LATENT_DIM) + Int64(thread) * 16)
         slot = Int64(use % g.generations * g.dcp + rank) * g.capacity + Int64(row)
         slot = slot * g.owner_heads + Int64(head - owner * g.owner_heads)
         # The latent rows are stage 2's outputs, NaN already canonical; the product below may not keep a NaN's bits.
@@ -244,9 +244,9 @@ class DcpValuePush:
         # After an expired wait nothing is pushed: the latent rows may not be this use's.
         if (word != Uint32(EMPTY_LSE_WORD)) & (aborted == 0):
             place = base + slot * (2 * numerics.LATENT_DIM) + Int64(thread) * 16 + self.layout.payload.offset
-            ptx.store_words_system(place, words)
+            memory.store_words_system(place, words)
         if (thread == 0) & (aborted == 0):
-            ptx.store_word_system(base + slot * 4 + self.layout.lse_log2.offset, word)
+            memory.store_word_system(base + slot * 4 + self.layout.lse_log2.offset, word)
 
 
 @cache

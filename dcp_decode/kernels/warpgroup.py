@@ -44,7 +44,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory
 from dcp_decode.kernels.sparse_arguments import COMPUTE, QUERY_STAGED, SparseArguments, Worker
 from dcp_decode.kernels.sparse_launch import SparseLaunch
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
@@ -77,9 +77,9 @@ class SparseWarpgroups(SparseLaunch, WarpgroupQuery, WarpgroupGather, WarpgroupV
                 cute.arch.mbarrier_init(barriers + offset // 8, arrivals)
             self.begin_outputs(barriers)
             cute.arch.mbarrier_init_fence()
-            ptx.store_shared(shared + layout.abort_flag, [Int32(0)])
+            memory.store_shared(shared + layout.abort_flag, [Int32(0)])
         if thread < config.head_rows:
-            ptx.store_shared(shared + layout.maxima + thread * 4, [Int32(EMPTY_MAXIMUM)])
+            memory.store_shared(shared + layout.maxima + thread * 4, [Int32(EMPTY_MAXIMUM)])
 
     @cute.jit
     def compute(self, arguments: SparseArguments, worker: Worker) -> None:
@@ -148,7 +148,7 @@ class SparseWarpgroups(SparseLaunch, WarpgroupQuery, WarpgroupGather, WarpgroupV
         scores.fill(0.0)
         tile = self.tile_of(worker)
         if tile * KEY_TILE < left:
-            ptx.wait_barrier(worker.shared + layout.key_barrier(0) + tile * 8, chunk & 1)
+            memory.wait_barrier(worker.shared + layout.key_barrier(0) + tile * 8, chunk & 1)
             self.hold(scores, self.scores(worker))
         if cutlass.const_expr(layout.depths > 1):
             if worker.warp >= self.softmax_warps:

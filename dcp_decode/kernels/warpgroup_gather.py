@@ -25,7 +25,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from dcp_decode import numerics
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory, ptx
 from dcp_decode.kernels.sparse_arguments import SparseArguments, Worker
 from dcp_decode.kernels.sparse_rows import SparseRows
 from dcp_decode.kernels.sparse_shared import ROW_PITCH
@@ -80,9 +80,9 @@ class WarpgroupGather(SparseRows):
         config = self.config
         if config.groups > 1:
             ctas = Int32(sum(1 << config.split * group for group in range(config.groups))) << worker.split
-            ptx.bulk_multicast(place, source, numerics.ROW_BYTES, barrier, ctas)
+            memory.bulk_multicast(place, source, numerics.ROW_BYTES, barrier, ctas)
         else:
-            ptx.bulk_load(place, source, numerics.ROW_BYTES, barrier)
+            memory.bulk_load(place, source, numerics.ROW_BYTES, barrier)
 
     @cute.jit
     def await_free_keys(self, chunk: Int32, worker: Worker) -> None:
@@ -91,5 +91,5 @@ class WarpgroupGather(SparseRows):
         if cutlass.const_expr(config.groups > 1):
             barrier = worker.shared + config.shared.keys_free_barrier
             if worker.thread < config.groups:
-                ptx.arrive_cluster(ptx.map_shared(barrier, worker.split + config.split * worker.thread))
-            ptx.wait_cluster_barrier(barrier, chunk & 1)
+                memory.arrive_cluster(memory.map_shared(barrier, worker.split + config.split * worker.thread))
+            memory.wait_cluster_barrier(barrier, chunk & 1)

@@ -21,7 +21,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory, ptx
 from dcp_decode.kernels.sparse_arguments import COMPUTE, SparseArguments, Worker
 from dcp_decode.kernels.sparse_rows import ABORTED_SUM, EMPTY_LSE_WORD, SparseRows
 from dcp_decode.kernels.warpgroup_config import COMPUTE_WARPS, WarpgroupConfig
@@ -86,15 +86,15 @@ class WarpgroupOutputs(SparseRows):
         g = self.config.geometry
         if cutlass.const_expr(self.config.push):  # noqa: SIM102 (a static and a dynamic condition)
             if worker.thread < g.dcp:
-                base = ptx.load_global_int64(arguments.table + Int64(worker.thread) * 8)
-                ptx.store_shared_address(worker.shared + self.config.shared.owners + worker.thread * 8, base)
+                base = memory.load_global_int64(arguments.table + Int64(worker.thread) * 8)
+                memory.store_shared_address(worker.shared + self.config.shared.owners + worker.thread * 8, base)
 
     def staged_owner(self, head: Any, worker: Worker) -> Any:
         """Base address of the owner of a head; 0 on the local route."""
         if not self.config.push:
             return Int64(0)
         owner = head // self.config.geometry.owner_heads
-        return ptx.load_shared_address(worker.shared + self.config.shared.owners + owner * 8)
+        return memory.load_shared_address(worker.shared + self.config.shared.owners + owner * 8)
 
     @cute.jit
     def finish_row(self, accumulators: cute.Tensor, arguments: SparseArguments, worker: Worker) -> None:
@@ -116,7 +116,7 @@ class WarpgroupOutputs(SparseRows):
             self.exchange(accumulators, worker)
             # This CTA's own sums are complete.
             self.meet()
-            ptx.wait_barrier(worker.shared + config.shared.inbox_barrier, 0)
+            memory.wait_barrier(worker.shared + config.shared.inbox_barrier, 0)
             self.merge(arguments, worker)
         else:
             self.normalise(accumulators, arguments, worker)
@@ -131,7 +131,7 @@ class WarpgroupOutputs(SparseRows):
     @cute.jit
     def empty_row(self, arguments: SparseArguments, worker: Worker) -> None:
         """Outputs of a row of count 0: only EMPTY_LSE is pushed; the local route writes zeros and -inf."""
-        aborted = ptx.load_shared(worker.shared + self.config.shared.abort_flag, 1, Int32)[0]
+        aborted = memory.load_shared(worker.shared + self.config.shared.abort_flag, 1, Int32)[0]
         if aborted == 0:
             use = self.use_number(worker)
             if cutlass.const_expr(not self.config.push):
@@ -147,7 +147,7 @@ class WarpgroupOutputs(SparseRows):
         """Shared memory of the CTA of the cluster that has these heads and other keys."""
         groups = self.config.groups
         own = worker.tile_group % groups * self.config.split if groups > 1 else 0
-        return ptx.map_shared(worker.shared, split + own)
+        return memory.map_shared(worker.shared, split + own)
 
     @cute.jit
     def exchange_statistics(self, worker: Worker) -> None:
@@ -159,12 +159,12 @@ class WarpgroupOutputs(SparseRows):
         if worker.thread < config.head_rows * config.split:
             line = worker.thread % config.head_rows
             cta = worker.thread // config.head_rows
-            maximum, total = ptx.load_shared(worker.shared + layout.own_statistics + line * 8, 2)
-            aborted = ptx.load_shared(worker.shared + layout.abort_flag, 1, Int32)[0]
+            maximum, total = memory.load_shared(worker.shared + layout.own_statistics + line * 8, 2)
+            aborted = memory.load_shared(worker.shared + layout.abort_flag, 1, Int32)[0]
             total = ptx.select_less(Int32(0), aborted, Float32(ABORTED_SUM), total)
             remote = self.peer(cta, worker)
             place = remote + layout.statistics + (worker.split * config.head_rows + line) * 8
-            ptx.store_async(place, [maximum, total], remote + layout.inbox_barrier)
+            memory.store_async(place, [maximum, total], remote + layout.inbox_barrier)
 
     @cute.jit
     def exchange(self, accumulators: cute.Tensor, worker: Worker) -> None:
@@ -179,12 +179,12 @@ class WarpgroupOutputs(SparseRows):
             if finisher == worker.split:
                 for octet in cutlass.range_constexpr(self.octets):
                     fragment = self.fragment(accumulators, tile, octet)
-                    ptx.store_shared(worker.shared + place + octet * FRAGMENT_BYTES, fragment)
+                    memory.store_shared(worker.shared + place + octet * FRAGMENT_BYTES, fragment)
             else:
                 remote = self.peer(finisher, worker)
                 for octet in cutlass.range_constexpr(self.octets):
                     fragment = self.fragment(accumulators, tile, octet)
-                    ptx.store_async(remote + place + octet * FRAGMENT_BYTES, fragment, remote + layout.inbox_barrier)
+                    memory.store_async(remote + place + octet * FRAGMENT_BYTES, fragment, remote + layout.inbox_barrier)
 
     @cute.jit
     def await_free_inboxes(self, worker: Worker) -> None:
@@ -192,8 +192,8 @@ class WarpgroupOutputs(SparseRows):
         config, layout = self.config, self.config.shared
         if worker.thread < config.split - 1:
             peer = (worker.split + 1 + worker.thread) & (config.split - 1)
-            ptx.arrive_cluster(self.peer(peer, worker) + layout.inboxes_free_barrier)
-        ptx.wait_cluster_barrier(worker.shared + layout.inboxes_free_barrier, 0)
+            memory.arrive_cluster(self.peer(peer, worker) + layout.inboxes_free_barrier)
+        memory.wait_cluster_barrier(worker.shared + layout.inboxes_free_barrier, 0)
 
     def fragment(self, accumulators: Any, tile: int, octet: int) -> list[Any]:
         """A lane's four sums of a fragment."""
@@ -215,7 +215,7 @@ class WarpgroupOutputs(SparseRows):
                 sums = [Float32(0.0)] * 4
                 for cta in cutlass.range_constexpr(config.split):
                     place = layout.inbox + cta * layout.source_bytes + number * FRAGMENT_BYTES
-                    parts = ptx.load_shared(worker.shared + place + worker.lane * PIECE_BYTES, 4)
+                    parts = memory.load_shared(worker.shared + place + worker.lane * PIECE_BYTES, 4)
                     weights = [first_weights[cta], second_weights[cta]] * 2
                     sums = [
                         ptx.multiply_add(weight, part, before)
@@ -229,7 +229,7 @@ class WarpgroupOutputs(SparseRows):
         for octet in range(self.octets):
             line = octet * FRAGMENT_HEADS + worker.lane % 4 * 2
             place = worker.shared + self.config.shared.statistics + line * 8
-            _, first_total, _, second_total = ptx.load_shared(place, 4)
+            _, first_total, _, second_total = memory.load_shared(place, 4)
             for tile in range(COLUMN_TILES):
                 column = worker.warp // 4 * (COLUMN_TILES * 64) + tile * 64 + worker.warp % 4 * FRAGMENT_COLUMNS
                 sums = self.fragment(accumulators, tile, octet)
@@ -243,16 +243,16 @@ class WarpgroupOutputs(SparseRows):
         place = worker.shared + layout.outputs + line * layout.output_pitch + (column + worker.lane // 4 * 2) * 2
         for head, total in enumerate(totals):
             (word,) = self.merged_words([sums[head], sums[2 + head]], total, arguments.out_scale)
-            ptx.store_shared(place + head * layout.output_pitch, [word])
+            memory.store_shared(place + head * layout.output_pitch, [word])
 
     @cute.jit
     def gave_up(self, worker: Worker) -> Int32:
         """Whether a CTA of the cluster met an expired wait: then none stores anything."""
         config, layout = self.config, self.config.shared
-        aborted = ptx.load_shared(worker.shared + layout.abort_flag, 1, Int32)[0]
+        aborted = memory.load_shared(worker.shared + layout.abort_flag, 1, Int32)[0]
         least = Float32(0.0)
         for cta in range(config.split):
-            total = ptx.load_shared(worker.shared + layout.statistics + cta * config.head_rows * 8, 2)[1]
+            total = memory.load_shared(worker.shared + layout.statistics + cta * config.head_rows * 8, 2)[1]
             least = ptx.minimum(least, total)
         if least < Float32(0.0):
             aborted = Int32(1)
@@ -267,7 +267,7 @@ class WarpgroupOutputs(SparseRows):
         """16 staged bytes of a row to its owner, or to this rank's latent."""
         layout = self.config.shared
         place = worker.shared + layout.outputs + self.piece_line(turn, worker) * layout.output_pitch
-        words = ptx.load_shared(place + worker.thread % self.row_pieces * PIECE_BYTES, 4, Uint32)
+        words = memory.load_shared(place + worker.thread % self.row_pieces * PIECE_BYTES, 4, Uint32)
         self.store_words(words, turn, use, arguments, worker)
 
     @cute.jit

@@ -17,7 +17,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from dcp_decode.kernels import polling, ptx, wgmma
+from dcp_decode.kernels import memory, polling, ptx, wgmma
 from dcp_decode.kernels.sparse_arguments import QUERY_STAGED, QUERY_WARPS_DONE, SparseArguments, Worker
 from dcp_decode.kernels.sparse_query import PIECE_BYTES, ROW_PIECES, SparseQuery
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig
@@ -73,7 +73,7 @@ class WarpgroupQuery(SparseQuery):
         addresses = [self.place_address(address, turn, worker.thread) for turn in range(turns)]
         words = cute.make_rmem_tensor(4 * turns, Uint32)
         for turn in cutlass.range_constexpr(turns):
-            loaded = ptx.load_words_system(addresses[turn])
+            loaded = memory.load_words_system(addresses[turn])
             for element in cutlass.range_constexpr(4):
                 words[4 * turn + element] = loaded[element]
         cute.arch.barrier_arrive(barrier_id=QUERY_ASKED, number_of_threads=self.config.staged_threads)
@@ -82,7 +82,7 @@ class WarpgroupQuery(SparseQuery):
             waiter, words, addresses, int(Stage.SPARSE), lambda turn: self.recorded_place(turn, worker)
         )
         if aborted != 0:
-            ptx.store_shared(worker.shared + self.config.shared.abort_flag, [Int32(1)])
+            memory.store_shared(worker.shared + self.config.shared.abort_flag, [Int32(1)])
         for turn in cutlass.range_constexpr(turns):
             self.stage_piece([words[4 * turn + element] for element in range(4)], turn, worker)
 
@@ -100,15 +100,15 @@ class WarpgroupQuery(SparseQuery):
         block = worker.shared + self.config.shared.query + Int32(piece // BLOCK_PIECES * self.config.shared.block_bytes)
         first = Int32(piece % BLOCK_PIECES * 2)
         unpacked = [ptx.e4m3_to_f16(word) for word in words]
-        ptx.store_shared(block + wgmma.swizzled(line, first), [low for low, _ in unpacked])
-        ptx.store_shared(block + wgmma.swizzled(line, first + 1), [high for _, high in unpacked])
+        memory.store_shared(block + wgmma.swizzled(line, first), [low for low, _ in unpacked])
+        memory.store_shared(block + wgmma.swizzled(line, first + 1), [high for _, high in unpacked])
 
     @cute.jit
     def serve_query(self, arguments: SparseArguments, worker: Worker) -> None:
         """The query warps, from the first load to the fence; also for rows of count 0."""
         address = self.receive_and_publish(arguments, worker)
         # The tensor cores read what these threads have stored.
-        ptx.fence_async_shared()
+        memory.fence_async_shared()
         cute.arch.barrier_arrive(barrier_id=QUERY_STAGED, number_of_threads=self.config.staged_threads)
         self.await_peers()
         self.arrive_at_peers()

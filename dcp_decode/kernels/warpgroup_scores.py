@@ -24,7 +24,7 @@ from typing import Any
 from cutlass import Float32, Int32, cute
 
 from dcp_decode import numerics
-from dcp_decode.kernels import ptx, wgmma
+from dcp_decode.kernels import memory, ptx, wgmma
 from dcp_decode.kernels.sparse_arguments import Worker
 from dcp_decode.kernels.sparse_chunk import query_operand
 from dcp_decode.kernels.sparse_shared import ROW_PITCH
@@ -112,14 +112,14 @@ class WarpgroupScores:
         for step in range(first, first + count, 2):
             block, within = divmod(step, depth_steps)
             matrices = 4 if step + 1 < first + count else 2
-            words += ptx.load_matrices(place + block * wgmma.BLOCK + within * STEP_BYTES, matrices)
+            words += memory.load_matrices(place + block * wgmma.BLOCK + within * STEP_BYTES, matrices)
         return words
 
     def store_partial(self, scores: list[Any], worker: Worker) -> None:
         """Partial scores of a depth but the first, as they lie in the lanes."""
         place = self.partial_place(worker.warp // self.softmax_warps - 1, worker)
         for first in range(0, len(scores), 4):
-            ptx.store_shared(place + first * 128, scores[first : first + 4])
+            memory.store_shared(place + first * 128, scores[first : first + 4])
 
     def add_partials(self, scores: list[Any], worker: Worker) -> list[Any]:
         """The scores of the first depth and the others', in order."""
@@ -127,7 +127,7 @@ class WarpgroupScores:
         for depth in range(1, self.config.shared.depths):
             place = self.partial_place(depth - 1, worker)
             for first in range(0, len(scores), 4):
-                parts = ptx.load_shared(place + first * 128, 4)
+                parts = memory.load_shared(place + first * 128, 4)
                 scores[first : first + 4] = [
                     ptx.add(score, part) for score, part in zip(scores[first : first + 4], parts, strict=True)
                 ]
@@ -149,7 +149,7 @@ class WarpgroupScores:
     def peaks(self, scale_log2: Any, worker: Worker) -> list[Any]:
         """The running maxima of a lane's heads [n / 4], base 2: heads 2 q, 2 q + 1 of every eight."""
         place = self.maximum_place(worker.lane % 4 * 2, worker)
-        words = [ptx.load_shared(place + octet * 32, 2, Int32) for octet in range(self.octets)]
+        words = [memory.load_shared(place + octet * 32, 2, Int32) for octet in range(self.octets)]
         return [self.base2(word, scale_log2) for pair in words for word in pair]
 
     def mask_scores(self, scores: list[Any], left: Any, worker: Worker) -> list[Any]:
@@ -188,7 +188,7 @@ class WarpgroupScores:
         totals, first, copies = wgmma.reduce_rows(self.over_keys(values, ptx.add), worker.lane, ptx.add)
         if copies == 0:
             for number, total in enumerate(totals):
-                ptx.store_shared(self.sum_place(worker.warp, self.head_of(first + number, worker), worker), [total])
+                memory.store_shared(self.sum_place(worker.warp, self.head_of(first + number, worker), worker), [total])
 
     def store_probabilities(self, values: list[Any], worker: Worker) -> None:
         """P of a lane's keys and heads, as `scores` has them, rounded to E4M3, as f16 rows of heads."""
@@ -213,4 +213,4 @@ class WarpgroupScores:
         """P of masked scores into shared memory, once the maxima are complete."""
         self.probabilities(scores, self.peaks(scale_log2, worker), scale_log2, worker)
         # The tensor cores read P.
-        ptx.fence_async_shared()
+        memory.fence_async_shared()

@@ -15,7 +15,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from dcp_decode.kernels import ptx, wgmma
+from dcp_decode.kernels import memory, ptx, wgmma
 from dcp_decode.kernels.sparse_arguments import Worker
 from dcp_decode.kernels.sparse_shared import ROW_PITCH
 from dcp_decode.kernels.warpgroup_config import COMPUTE_WARPS
@@ -47,7 +47,7 @@ class WarpgroupValues(WarpgroupScores):
         padded = ptx.minimum_int32((left + (VALUE_STEP - 1)) & -VALUE_STEP, Int32(self.config.chunk))
         place = worker.shared + self.config.shared.keys + worker.lane * PIECE_BYTES
         for key in cutlass.range(left + worker.warp, padded, COMPUTE_WARPS, unroll=1):
-            ptx.store_shared(place + key * ROW_PITCH, [Uint32(0)] * 4)
+            memory.store_shared(place + key * ROW_PITCH, [Uint32(0)] * 4)
 
     @cute.jit
     def values(self, accumulators: cute.Tensor, left: Int32, worker: Worker) -> None:
@@ -88,7 +88,7 @@ class WarpgroupValues(WarpgroupScores):
     def load_values(self, words: Any, place: Any) -> None:
         """ldmatrix.trans words of 32 keys and this warp's columns of its tiles."""
         for tile in range(COLUMN_TILES):
-            loaded = ptx.load_matrices(place + tile * TILE_COLUMNS, STEP_WORDS, transposed=True)
+            loaded = memory.load_matrices(place + tile * TILE_COLUMNS, STEP_WORDS, transposed=True)
             for word in range(STEP_WORDS):
                 words[tile * STEP_WORDS + word] = loaded[word]
 
@@ -97,7 +97,7 @@ class WarpgroupValues(WarpgroupScores):
         """accumulators *= exp2(old max - new max) of their heads, once the maxima of a later chunk are known."""
         half = self.config.head_rows // 2
         place = self.previous_place(worker.lane % 4 * 2, worker)
-        before = [value for octet in range(self.octets) for value in ptx.load_shared(place + octet * 32, 2)]
+        before = [value for octet in range(self.octets) for value in memory.load_shared(place + octet * 32, 2)]
         after = self.peaks(scale_log2, worker)
         factors = [ptx.exp2(ptx.add(old, -new)) for old, new in zip(before, after, strict=True)]
         for element in cutlass.range_constexpr(self.config.head_rows):
@@ -113,12 +113,13 @@ class WarpgroupValues(WarpgroupScores):
         """One thread a head, after the chunk's P: its running (max, sum)."""
         if worker.thread < self.config.head_rows:
             parts = [
-                ptx.load_shared(self.sum_place(warp, worker.thread, worker), 1)[0] for warp in range(self.softmax_warps)
+                memory.load_shared(self.sum_place(warp, worker.thread, worker), 1)[0]
+                for warp in range(self.softmax_warps)
             ]
             total = parts[0]
             for part in parts[1:]:
                 total = ptx.add(total, part)
-            word = ptx.load_shared(self.maximum_place(worker.thread, worker), 1, Int32)[0]
+            word = memory.load_shared(self.maximum_place(worker.thread, worker), 1, Int32)[0]
             largest = self.base2(word, scale_log2)
             rescale = ptx.exp2(ptx.add(statistics[0], -largest))
             statistics[1] = ptx.multiply_add(statistics[1], rescale, total)
@@ -128,11 +129,11 @@ class WarpgroupValues(WarpgroupScores):
     def keep_maximum(self, statistics: cute.Tensor, worker: Worker) -> None:
         """The same threads, between two chunks: what `rescale` compares with."""
         if worker.thread < self.config.head_rows:
-            ptx.store_shared(self.previous_place(worker.thread, worker), [statistics[0]])
+            memory.store_shared(self.previous_place(worker.thread, worker), [statistics[0]])
 
     @cute.jit
     def store_statistics(self, statistics: cute.Tensor, worker: Worker) -> None:
         """The same threads, after the last chunk: (max, sum) of this CTA."""
         if worker.thread < self.config.head_rows:
             place = worker.shared + self.config.shared.own_statistics + worker.thread * 8
-            ptx.store_shared(place, [statistics[0], statistics[1]])
+            memory.store_shared(place, [statistics[0], statistics[1]])

@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Int32, Uint8, Uint32, cute
 from cutlass.cute.runtime import make_fake_stream
 
-from dcp_decode.kernels import ptx
+from dcp_decode.kernels import memory
 
 SHARED_BYTES = 227 * 1024 // 8192 * 8192
 THREADS = 512
@@ -22,7 +22,7 @@ def _poison_kernel():
     shared = Int32(cute.arch.get_dyn_smem(Uint8, alignment=1024).toint())
     word = Uint32(0xFFFFFFFF)
     for turn in cutlass.range_constexpr(SHARED_BYTES // (THREADS * 16)):
-        ptx.store_shared(shared + (turn * THREADS + thread) * 16, [word, word, word, word])
+        memory.store_shared(shared + (turn * THREADS + thread) * 16, [word, word, word, word])
 
 
 @cute.jit

@@ -21,7 +21,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Int32, Int64, Uint8, cute
 
-from dcp_decode.kernels import disk_cache, ptx
+from dcp_decode.kernels import disk_cache, memory
 
 CTAS, WARPS, ROUNDS = 2, 16, 4
 THREADS = 32 * WARPS
@@ -73,13 +73,13 @@ class Control:
             if (cta == 0) & (thread % 32 == 0):
                 source = pieces + Int64(number * WARPS + warp) * PIECE_BYTES
                 everywhere = Int32((1 << CTAS) - 1)
-                ptx.bulk_multicast(shared + PIECES + warp * PIECE_BYTES, source, PIECE_BYTES, shared, everywhere)
-            ptx.wait_barrier(shared, number % 2)
+                memory.bulk_multicast(shared + PIECES + warp * PIECE_BYTES, source, PIECE_BYTES, shared, everywhere)
+            memory.wait_barrier(shared, number % 2)
             # Another warp's piece.
-            for word in ptx.load_matrices(shared + PIECES + (thread + 32) % THREADS * 16, 4):
+            for word in memory.load_matrices(shared + PIECES + (thread + 32) % THREADS * 16, 4):
                 total = total + Int32(word)
             self.agree(thread % 32, shared, number)
-        ptx.store_global_int64(sums + Int64(cta * THREADS + thread) * 8, Int64(total))
+        memory.store_global_int64(sums + Int64(cta * THREADS + thread) * 8, Int64(total))
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -89,8 +89,8 @@ class Control:
         if cutlass.const_expr(self.config.order == "mbarrier"):
             cute.arch.sync_warp()
             if lane < CTAS:
-                ptx.arrive_cluster(ptx.map_shared(shared + READ_BARRIER, lane))
-            ptx.wait_cluster_barrier(shared + READ_BARRIER, number % 2)
+                memory.arrive_cluster(memory.map_shared(shared + READ_BARRIER, lane))
+            memory.wait_cluster_barrier(shared + READ_BARRIER, number % 2)
         else:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
