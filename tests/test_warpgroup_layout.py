@@ -13,7 +13,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cutlass")
 
 from dcp_decode.geometry import Geometry  # noqa: E402
-from dcp_decode.kernels import ptx, warpgroup_gather, warpgroup_query, warpgroup_scores, warpgroup_values, wgmma  # noqa: E402
+from dcp_decode.kernels import (  # noqa: E402
+    memory,
+    ptx,
+    warpgroup_gather,
+    warpgroup_query,
+    warpgroup_scores,
+    warpgroup_values,
+    wgmma,
+)
 from dcp_decode.kernels.sparse_arguments import Worker  # noqa: E402
 from dcp_decode.kernels.warpgroup import SparseWarpgroups  # noqa: E402
 from dcp_decode.kernels.warpgroup_config import WarpgroupConfig  # noqa: E402
@@ -135,7 +143,7 @@ def cta(request, monkeypatch):
     )
     cta = Cta(config.shared_bytes)
     for name in ("store_shared", "load_matrices"):
-        monkeypatch.setattr(ptx, name, getattr(cta, name))
+        monkeypatch.setattr(memory, name, getattr(cta, name))
     for name in ("store_matrices", "multiply_add"):
         monkeypatch.setattr(wgmma, name, getattr(cta, name))
     monkeypatch.setattr(ptx, "e4m3_to_f16", unpack)
@@ -233,8 +241,8 @@ def test_a_cluster_copies_every_key_once_to_all_its_head_groups(size, monkeypatc
     kernel = SparseWarpgroups(WarpgroupConfig(Geometry(), 1, True, head_rows, split, chunk, groups))
     monkeypatch.setattr(warpgroup_gather, "Int32", int)
     copies = []
-    monkeypatch.setattr(ptx, "bulk_load", lambda place, *_: copies.append((place, 1)))
-    monkeypatch.setattr(ptx, "bulk_multicast", lambda place, *rest: copies.append((place, rest[-1])))
+    monkeypatch.setattr(memory, "bulk_load", lambda place, *_: copies.append((place, 1)))
+    monkeypatch.setattr(memory, "bulk_multicast", lambda place, *rest: copies.append((place, rest[-1])))
     own = split - 1
     for tile_group in range(groups, 2 * groups):
         for thread in range(512):

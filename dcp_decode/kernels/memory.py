@@ -1,8 +1,8 @@
 """Every PTX instruction on memory that the kernels use and CuTe DSL does not wrap as they need it, one function each.
 
 Addresses are integers: Int64 global (or peer) addresses, Int32 shared addresses; words are Uint32. Those that touch
-memory are volatile, so that loads are neither merged nor moved (`inline_ptx`). Plain Python (not traced by the DSL): callable from kernels and
-from each other, with DSL values.
+memory are volatile, so that loads are neither merged nor moved (`inline_ptx`). Plain Python (not traced by the DSL):
+callable from kernels and from each other, with DSL values.
 """
 
 from __future__ import annotations
