@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 # Modules above the kernels that shape their code: mailbox offsets, constants, sizes.
-MODULES = ("geometry.py", "mailbox.py", "numerics.py")
+MODULES = ("digest.py", "formats.py", "geometry.py", "mailbox.py", "numerics.py")
 
 
 @cache
