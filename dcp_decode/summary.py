@@ -9,6 +9,7 @@ import numpy as np
 
 from dcp_decode.device_steps import StepStatistics
 from dcp_decode.digest import rows_digest
+from dcp_decode.records import RankReport
 from dcp_decode.statistics import stage_statistics
 from dcp_decode.step import Batch, LayerRun, StepResult, timed_seconds
 from dcp_decode.verification import WorstRow
@@ -56,6 +57,32 @@ class RunSummary:
     stage_seconds: dict[str, np.ndarray]
     stage_clock: str
     execution: dict[str, object] | None
+
+    def report(self) -> RankReport:
+        """The figures in the form of a rank's record."""
+        checked = self.worst.bound > 0
+        keys = self.keys_a_row
+        return RankReport(
+            fabric=self.fabric,
+            device=self.device,
+            family=self.family,
+            verified=self.verified,
+            worst_error=self.worst.error if checked else None,
+            error_bound=self.worst.bound if checked else None,
+            checked_steps=self.checked_steps,
+            digest=self.digest,
+            requests=self.requests,
+            refusals=self.refusals,
+            steps=self.steps,
+            tokens=self.tokens,
+            acceptance=self.acceptance,
+            worst_row=self.worst.place if checked else None,
+            keys_per_row=None if keys is None else (keys["min"], keys["median"], keys["max"]),
+            stages={name: stage_statistics(seconds) for name, seconds in self.stage_seconds.items()},
+            stage_clock=self.stage_clock,
+            fabric_reason=self.fabric_reason,
+            execution=self.execution,
+        )
 
 
 def account(summary: RankSummary, run: LayerRun[Batch]) -> None:

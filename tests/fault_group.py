@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.faults import FaultInjector, FaultPlan
@@ -111,7 +110,7 @@ def _run_rank(config: RunConfig, faults: FaultPlan, folder: Path, control: Contr
         calls[run.state.rank] = number + 1
         merged[run.state.rank, number // layers, run.layer] = run.merged
     torch.save(merged, folder / f"merged-{control.rank}")
-    return report_of(summary)
+    return summary.report()
 
 
 class FaultGroups:

@@ -13,7 +13,8 @@ from checkpoint_document import document, point
 
 from dcp_decode.checkpoint import summary
 from dcp_decode.checkpoint.points import Shape, geometry_of, own_shape, plan_points
-from dcp_decode.checkpoint.presentation import default_output, notes, points_table
+from dcp_decode.checkpoint.presentation import default_output, points_table
+from dcp_decode.checkpoint.summary import notes
 from dcp_decode.checkpoint.variants import best_layout
 from dcp_decode.checkpoint.wire import MEASURED_HOPS, PEER_BYTES_PER_MICROSECOND, hop_us, wire_of
 from dcp_decode.cli import run_command

@@ -24,8 +24,9 @@ from dcp_decode.checkpoint.peers import Candidate  # noqa: E402
 from dcp_decode.checkpoint.peers.plain_torch import PlainTorch  # noqa: E402
 from dcp_decode.checkpoint.peers.triton_split_kv import TritonSplitKv  # noqa: E402
 from dcp_decode.checkpoint.points import Shape  # noqa: E402
-from dcp_decode.checkpoint.presentation import notes, points_table  # noqa: E402
+from dcp_decode.checkpoint.presentation import points_table  # noqa: E402
 from dcp_decode.checkpoint.rank import report_of  # noqa: E402
+from dcp_decode.checkpoint.summary import notes  # noqa: E402
 from dcp_decode.checkpoint.timing import Series, Subject  # noqa: E402
 from dcp_decode.config import RunConfig, load_config  # noqa: E402
 from dcp_decode.errors import WrongResult  # noqa: E402

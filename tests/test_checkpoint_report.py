@@ -18,8 +18,8 @@ pytest.importorskip("matplotlib")
 
 from dcp_decode.checkpoint import summary
 from dcp_decode.checkpoint.plots import labelled
-from dcp_decode.checkpoint.presentation import notes
 from dcp_decode.checkpoint.report import render_report
+from dcp_decode.checkpoint.summary import notes
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "headless_shell")

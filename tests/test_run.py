@@ -19,7 +19,6 @@ import pytest
 from launch_stub import report
 
 from dcp_decode import run
-from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.solo import SoloControlPlane
@@ -183,7 +182,7 @@ def test_routes_generations_and_interleave(config_path: Path, plain: RunSummary)
 
 def test_verification_changes_nothing_that_it_checks(config_path: Path, plain: RunSummary) -> None:
     assert (plain.verified, plain.checked_steps) == (None, 0)
-    assert (report_of(plain).worst_error, report_of(plain).error_bound) == (None, None)
+    assert (plain.report().worst_error, plain.report().error_bound) == (None, None)
     sample = run_here(config_path, verify__mode="sample", verify__period=2)
     assert (sample.verified, sample.checked_steps, sample.digest) == (True, 2, plain.digest)
     every = run_here(config_path, verify__mode="every")
@@ -260,7 +259,7 @@ def test_ranks_that_do_not_fit_the_memory_are_refused_before_they_are_killed(
     config = load_config(config_path, {"parallel.fabric": fabric, "service.max_steps": 1})
     ranks = 1 if fabric == "loopback" else 8
     supervise(
-        lambda control: report_of(run_rank(config, control)), ranks, tmp_path,
+        lambda control: run_rank(config, control).report(), ranks, tmp_path,
         wait_deadline_seconds=5, control_deadline_seconds=60,
     )  # fmt: skip
     conclusion = conclude(make_plan("run", config, "builtin", None), read_records(tmp_path))

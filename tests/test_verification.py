@@ -16,7 +16,6 @@ from cpu_group import ROUTES, Group, Inputs, make_inputs, verify
 from needle_address import address
 
 from dcp_decode import cache, numerics, run, verification
-from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.cpu.attention import Partial, sparse_attention
@@ -257,7 +256,7 @@ def test_rows_without_any_error_are_verified_and_shown(tmp_path: Path, capsys: p
     summary = run_rank(config, SoloControlPlane())
     assert (summary.verified, summary.worst.error) == (True, 0.0)
     assert 0 < summary.worst.bound < 0.01
-    record = RankRecord(0, 1, "host", "ok", VERIFIED, 0.0, report=asdict(report_of(summary)))
+    record = RankRecord(0, 1, "host", "ok", VERIFIED, 0.0, report=asdict(summary.report()))
     plan = make_plan("run", config, "builtin", str(tmp_path / "run.json"))
     publish(conclude(plan, {0: record}), plan)
     assert "yes, 4 steps, worst error 0.000% of at most 0." in capsys.readouterr().out
@@ -280,9 +279,9 @@ def test_the_needle_is_looked_for_before_every_verified_run(mode: str, monkeypat
 
 def test_the_worst_row_has_its_number_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows are checked at once."""
-    worst = report_of(run_small()).worst_row
+    worst = run_small().report().worst_row
     monkeypatch.setitem(verification.ROWS_AT_ONCE, "cpu", 1)
-    assert report_of(run_small()).worst_row == worst
+    assert run_small().report().worst_row == worst
     assert worst is not None
     assert re.fullmatch(r"step \d, layer 0, rank \d, row [1-9]", worst)
 

@@ -24,7 +24,6 @@ import torch
 
 from dcp_decode import numerics
 from dcp_decode.commands.options import FiniteRange
-from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.launcher import execute
@@ -95,7 +94,7 @@ def _measure(config: RunConfig, control: ControlPlane, launched: float, slowdown
             f"start-up             {start_up:.2f} s from the launch to the last rank's first line\n"
             f"memory               peak resident size of a rank grew by at most {growth} KiB over {len(steps)} steps"
         )
-    report = report_of(summary)
+    report = summary.report()
     measured = {"layer_step": stage_statistics(steps), "start_up": stage_statistics(np.array([start_up]))}
     distribution = {
         "batch": BATCH,

@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dcp_decode.checkpoint import summary
-from dcp_decode.checkpoint.presentation import STAGES
 from dcp_decode.checkpoint.summary import Scaling
 
 OURS, CHAIN, PUBLIC, OWN, FLOOR, WIRE = "#0b5fa5", "#5b8fc7", "#c0563b", "#d9a441", "#3f3f3f", "#9a9a9a"
@@ -45,7 +44,7 @@ def stage_bars(points: Mapping[str, summary.Point]) -> str:
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         panels = figure.subplots(1, len(points), sharey=True, squeeze=False)[0]
         for axes, (l2, point) in zip(panels, points.items(), strict=True):
-            names = [name for name in STAGES if name in point["stages"]]
+            names = [name for name in summary.STAGES if name in point["stages"]]
             for place, name in enumerate(names):
                 times = point["stages"][name]
                 color = OURS if name == "sparse_decode" else CHAIN

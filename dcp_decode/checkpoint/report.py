@@ -9,7 +9,6 @@ import jinja2
 
 from dcp_decode.checkpoint import summary
 from dcp_decode.checkpoint.plots import figures
-from dcp_decode.checkpoint.presentation import MODES, STAGES, notes
 
 TEMPLATE = "report.html.j2"
 FLOORS = {
@@ -40,10 +39,10 @@ def render_report(document: Mapping[str, Any]) -> str:
     values = {
         "document": document,
         "own": own,
-        "stages": [name for name in STAGES if any(name in point["stages"] for point in document["points"])],
+        "stages": [name for name in summary.STAGES if any(name in point["stages"] for point in document["points"])],
         "figures": figures(document),
-        "mode": MODES[document["mode"]],
-        "notes": notes(document),
+        "mode": summary.MODES[document["mode"]],
+        "notes": summary.notes(document),
         "floors": FLOORS,
         "summary": summary,
         "cliffs": [

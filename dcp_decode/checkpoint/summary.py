@@ -10,6 +10,12 @@ Document = Mapping[str, Any]
 Point = Mapping[str, Any]
 Axis = Literal["batch", "keys", "heads"]
 
+STAGES = ("query_push", "sparse_decode", "value_push", "merge", "chain", "fused_chain", "rank_skew")
+MODES = {
+    "solo": "solo: one rank's kernels; peers' words lie ready, no NVLink time in it",
+    "loopback": "loopback: all ranks' work one after the other on one GPU, no NVLink time in it",
+    "group": "group: real ranks, maximum over ranks per iteration",
+}
 AXES: tuple[Axis, ...] = ("batch", "keys", "heads")
 CLIFF = 1.3  # of the line between a point's neighbours
 DECODE_FLOORS = ("bytes", "dependent_loads", "gather", "launch")
@@ -140,3 +146,43 @@ def modelled_chain(point: Point) -> float | None:
     """The fastest chain plus both crossings of the wire as modelled: not measured."""
     chain, wire = fastest_chain(point), point["floors"].get("wire")
     return chain + wire["p50_us"] if chain is not None and wire else None
+
+
+def notes(document: Document) -> list[str]:
+    """What must be known about the table's figures: a few lines."""
+    lines = [f"microseconds, medians; {MODES[document['mode']]}"]
+    wire = document["wire"]
+    if document["mode"] != "group":
+        modelled = wire["query_us"] + wire["value_us"]
+        lines.append(f"wire, modelled and not in any figure above: {modelled:.2f} us a layer ({wire['source']})")
+    for point in document["points"]:
+        for group in group_chains(point):
+            lines.append(
+                f"{point['batch']} x {point['keys']}, {point['l2']}: {group.name.replace('_', ' ')} "
+                f"{group.chain:.2f} us, {group.chain - group.solo:+.2f} us on one rank alone ({group.solo:.2f} us); "
+                f"NCCL between the stages' kernels {group.nccl:.2f} us, {group.nccl / group.chain:.1f} x"
+            )
+    own = document["points"][0]
+    alone = own.get("variant_alone", own["variant"])
+    if alone != own["variant"]:
+        lines.append(f"the sparse decode alone is {alone}, in the chain {own['variant']}")
+    for step in document["step"]:
+        if step["within"] and any(step[extent] != own[extent] for extent in ("batch", "heads", "keys")):
+            continue
+        lines.append(
+            f"verify step of {step['layers']} layers in one graph, {step.get('stage', 'chain').replace('_', ' ')}, "
+            f"{step['batch']} x {step['keys']}, {step['heads']} heads, {step['l2']}: "
+            f"{step['p50_us']:.1f} us, {'at most' if step['within'] else 'MORE THAN'} {step['allowed_us']:.1f} us "
+            f"({step['layers']} x {step['layer_p50_us']:.2f} us + 5 %)"
+        )
+    for name, reason in dict.fromkeys(
+        (peer["name"], peer["skipped"]) for point in document["points"] for peer in point["peers"] if peer["skipped"]
+    ):
+        lines.append(f"skipped peer {name}: {reason}")
+    lines += [f"WRONG RESULT, not timed: {failure}" for failure in document.get("failures", ())]
+    if document["verified"]:
+        lines.append(
+            f"verified before and after every timing, worst error {document['worst_error']:.3%} "
+            f"of at most {document['error_bound']:.3%}"
+        )
+    return lines

@@ -23,7 +23,6 @@ from dcp_decode.records import RankReport
 if TYPE_CHECKING:
     from dcp_decode.control.plane import ControlPlane
     from dcp_decode.metrics import MetricsSettings
-    from dcp_decode.run import RunSummary
     from dcp_decode.step import BeforeStage
 
 
@@ -94,33 +93,4 @@ def run_one_rank(
             for observe in observers:
                 observe(progress)
 
-        return report_of(run_rank(config, control, on_progress if observers else None, before_stage))
-
-
-def report_of(summary: RunSummary) -> RankReport:
-    """The figures of a run in the form of a rank's record."""
-    from dcp_decode.statistics import stage_statistics
-
-    checked = summary.worst.bound > 0
-    keys = summary.keys_a_row
-    return RankReport(
-        fabric=summary.fabric,
-        device=summary.device,
-        family=summary.family,
-        verified=summary.verified,
-        worst_error=summary.worst.error if checked else None,
-        error_bound=summary.worst.bound if checked else None,
-        checked_steps=summary.checked_steps,
-        digest=summary.digest,
-        requests=summary.requests,
-        refusals=summary.refusals,
-        steps=summary.steps,
-        tokens=summary.tokens,
-        acceptance=summary.acceptance,
-        worst_row=summary.worst.place if checked else None,
-        keys_per_row=None if keys is None else (keys["min"], keys["median"], keys["max"]),
-        stages={name: stage_statistics(seconds) for name, seconds in summary.stage_seconds.items()},
-        stage_clock=summary.stage_clock,
-        fabric_reason=summary.fabric_reason,
-        execution=summary.execution,
-    )
+        return run_rank(config, control, on_progress if observers else None, before_stage).report()

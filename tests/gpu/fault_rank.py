@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-from dcp_decode.commands.run import report_of
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.device_steps import StepPolicy
@@ -34,7 +33,7 @@ def run_with_fault(
             os.kill(os.getpid(), signal.SIGKILL)
         stop_this_process(3 * config.mailbox.deadline_seconds)
 
-    return report_of(run_rank(config, control, on_progress, policy=StepPolicy(lockstep=False)))
+    return run_rank(config, control, on_progress, policy=StepPolicy(lockstep=False)).report()
 
 
 def main(path: str, fault: str, victim: str, step: str, note: str) -> int:
