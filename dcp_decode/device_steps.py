@@ -17,7 +17,7 @@ layers of all local ranks.
 
                                                   rows stay     rows to the host
       1 layer, 8 local ranks, 5 rows              11..12            13..14
-      24 layers, 1 rank, 5 rows                   12..30            28..35
+      24 layers, 1 rank, 5 rows                   12..65            28..35
       24 layers, 8 local ranks, 5 rows            15..47            38..42
       24 layers, 8 local ranks, 20 rows           34..77            57..63, elsewhere 78
       ..., empty graphs from 0.9 of a step        30..39

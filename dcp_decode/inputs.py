@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-LARGEST_INPUT_BYTES = 64 << 20  # a checkpoint's document with all its rounds has 1 MB
+LARGEST_INPUT_BYTES = 64 << 20  # a checkpoint's document with all its rounds has 0.5 MB
 
 
 def read_input(path: Path, most: int = LARGEST_INPUT_BYTES) -> bytes:

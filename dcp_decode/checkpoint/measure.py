@@ -5,7 +5,8 @@ for swept points:  every kernel variant through the same gate, the sparse decode
 
 On one H200 (`results/checkpoint-h200-20261130.json`): 40 points and the sweep in 86 s; `--quick` 21 s, kernels compiled
 in it; loopback, quick, 12 s. With a mailbox for each of 24 layers, 37 MB, the merge took 1.89 us instead of 1.50: so a
-graph's mailboxes may fill a third of L2. Run with stand-ins only so far: route local, a failing point.
+graph's mailboxes may fill a third of L2. Run with stand-ins only so far: a whole checkpoint of route local, a failing
+point.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A spin after every layer would cost more than it lasts: launches that overlap (programmatic dependent launch) no longer
 do with a kernel between them, which made 20 % come out as 40 to 210 % on an H200. At the end it parts nothing, and as
-it lasts in proportion to the graph's layers, a layer takes about that share longer: 1.13 to 1.31 x at the gate there.
+it lasts in proportion to the graph's layers, a layer takes about that share longer: 1.17 to 1.31 x at the gate there,
+with 15 rounds to calibrate it.
 
 What the spin's own launch takes is in the short graph as in the long one, so the time of a layer is free of it. To take
 it off the spin would be wrong: a short graph's spin can be shorter than its launch. What is left is noise: a replay

@@ -199,7 +199,7 @@ class _Group:
     def kind(self, on_gpu: bool) -> str:
         """A name of the hardware for file names: the GPU and how many a host has, or the processor with its cores.
 
-        On hosts with two H200s a query push took 1.70 and 1.72 us, with one 1.48 to 1.49: whoever sees only one of
+        On hosts with two H200s a query push took 1.70 and 1.72 us, with one 1.48: whoever sees only one of
         several measures as on several.
         """
         first = self.ranks[0]

@@ -34,7 +34,7 @@ GPU_TESTS = "tests/gpu"
 WORKER_BYTES = 8 << 30  # of GPU memory, for a process that runs the kernels' cases
 TEST_CORES = 4  # of an integration test: it starts eight ranks, most of which wait
 MOST_TESTS = 4  # at once: a handful takes most of their time
-LEAST_WORKERS = 4  # 1,062 cases take 24 minutes of a process (results/kernels-h200-20261130.json)
+LEAST_WORKERS = 4  # 1,062 cases take 20 minutes of a process (results/kernels-h200-20261130.json)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ rename, so any number of processes may compile the same kernel at once; one whos
 and compiled again. FOLDER is the environment variable DCP_DECODE_KERNEL_CACHE (empty: nothing is kept), else
 $XDG_CACHE_HOME/dcp_decode/kernels, by default under ~/.cache; it may be deleted at any time.
 
-Measured (two shared cores, sm_90a, the five kernels of a batch, best of three): compiled 1.2 s, compiled and kept
+Measured (two shared cores, sm_90a, five kernels of a batch, best of three): compiled 1.2 s, compiled and kept
 1.5 s, loaded again 16 ms; opened as a library built ahead of time, its SHA-256 checked: 3 ms.
 """
 

@@ -53,7 +53,7 @@ at B = 5, with trigger "end"; "merge" is 0.15 us slower alone and 1 us faster in
     fused, chunk 128     5.42   5.65   6.41   6.43   6.57   7.38   7.50  10.86  12.48  24.30
 
 (hot; cold at 256, 288, 384, 512: 4.42, 6.17, 6.78, 7.14 and 4.64, 5.51, 5.78, 6.79.) `sparse_layout` knows what a
-batch runs: from six rows or 385 keys on that is `warpgroup` where the GPU has wgmma (at 512 keys both take as long).
+batch runs: from six rows or 513 keys on that is `warpgroup` where the GPU has wgmma.
 
 Tried and dropped:
 * `fence.acq_rel.sys` by 512 polling threads: 5.2 -> 6.6 us wherever it stood; hence the query warps (sparse_query).

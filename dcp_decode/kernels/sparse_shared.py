@@ -33,7 +33,7 @@ Exchange of probabilities:
 * The pitches 320 or 576 (scores), 96 (P) and 576 (inbox) are 16, 24 and 16 words modulo the 32 banks: vector accesses
   of a quarter or half warp, which span 2 or 4 rows, meet no conflict. P of 64 bytes a head is swizzled instead.
 * The inbox holds only the peers' partials: the CTA's own stay in the overlay, as do those staged for bulk copies.
-  That is what lets three tiles fit; four would need 264 KB of the 227 KB.
+  That is what lets three tiles fit; four would need 270 KB of the 227 KB.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
   number is, for every generation: a load that turns out early, empty or of the other generation is dropped, and one
   latency less stands in the chain. Larger batches are bound by bytes and load one generation.
 
-Measured (H200, solo, graph with programmatic dependent launch, B 5, 96 heads, D 8): merge 1.33 to 1.50 us, cold 1.89;
+Measured (H200, solo, graph with programmatic dependent launch, B 5, 96 heads, D 8): merge 1.33 to 1.51 us, hot or cold;
 push (3a) 0.81. Tried and dropped: a fence after the polls (not needed, see the kernel) 2.95, the same at the end 2.52.
 """
 
