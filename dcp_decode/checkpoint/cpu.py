@@ -2,7 +2,7 @@
 
 Eight forked ranks over shared memory, one request of 16,384 tokens, 5 verify rows, 96 heads, top-k 2048 (about 256
 keys a row and rank), one layer, not verified. The targets are the project's own for two cores: a layer step in at most
-0.25 s, eight ranks up in at most 2 s, memory flat over 500 steps.
+0.25 s, eight ranks up in at most 2 s, memory flat over 500 steps (`results/bench-cpu.json`: 0.19 s, 0.05 s).
 
 After each step all ranks run a peer between barriers: the attention of as many rows, heads and keys in plain torch, no
 exchange. `distributions` holds the CPU time of both, a rank's mean, so that `dcp-decode compare` judges their ratio: a
