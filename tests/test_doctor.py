@@ -98,6 +98,14 @@ def test_a_laptop_runs_on_the_cpu_and_hears_why_not_on_a_gpu() -> None:
     assert not judged([laptop], parallel__device="auto", parallel__chain="fused").ready
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
+def test_beside_a_gpu_that_is_of_no_use_one_process_runs_all_ranks(capability: tuple[int, int]) -> None:
+    found = judged([rank_facts(gpus=[gpu(capability=capability)])], parallel__device="auto")
+    assert (found.ready, found.answer) == (True, "8 ranks on the CPU over fabric loopback")
+    eight = [rank_facts(gpus=[gpu(index, capability=capability) for index in range(8)])]
+    assert judged(eight, parallel__device="auto").answer == "8 ranks on the CPU over fabric shm"
+
+
 def test_caches_beyond_the_memory_of_a_host_are_refused() -> None:
     laptop = rank_facts(gpus=())  # 1 TiB
     fits = {"model__layers": 16, "cache__page_stride_rows": 64, "cache__pages": 233_000}

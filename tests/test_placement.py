@@ -94,6 +94,21 @@ def test_one_process_runs_all_ranks_that_would_share_gpus(monkeypatch, fabric, d
     assert placement.processes_to_start(fabric, device, 8) == processes
 
 
+@pytest.mark.parametrize(
+    ("capability", "refusal"),
+    [
+        ((9, 0), ""),
+        ((10, 3), ""),
+        ((8, 9), "compute capability 8.9, and the kernels need 9.0 or later"),
+        ((12, 0), "GPU architecture sm_120a, and the kernels are for sm_90a, sm_100a, sm_103a"),
+    ],
+)
+def test_a_gpu_without_kernels_is_no_gpu(monkeypatch, capability, refusal):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert placement._refusal(compiles=False) == refusal
+
+
 def test_multicast_is_turned_off_or_refused():
     environment = {"OTHER": "0"}
     forbid_multicast(environment, NoMulticast("NO_MULTICAST", "1"))

@@ -18,7 +18,7 @@ from dcp_decode.doctor.facts import Import, RankFacts
 from dcp_decode.doctor.gpus import Gpu
 from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 from dcp_decode.fabric.multicast import NVSHMEM, SYMMETRIC_MEMORY, forbid_multicast
-from dcp_decode.fabric.placement import LEAST_CAPABILITY
+from dcp_decode.fabric.placement import LEAST_CAPABILITY, processes_beside
 from dcp_decode.host_memory import lack_of_memory
 from dcp_decode.kernels.aot import check_build, read_manifest
 from dcp_decode.kernels.sparse_layout import sparse_for
@@ -189,8 +189,8 @@ class _Group:
         named = self.config.parallel.fabric
         if named != "auto":
             return fabrics[named]
-        distinct = len({gpu.uuid for gpu in self._own_gpus()})
-        if self.size == 1 or (on_gpu and self.forked and distinct < self.size):
+        gpus, device = len(self.ranks[0].visible_gpus), self.config.parallel.device
+        if self.size == 1 or (self.forked and processes_beside(gpus, named, device, self.size) == 1):
             return fabrics["loopback"]
         if not on_gpu:
             return fabrics["shm"]

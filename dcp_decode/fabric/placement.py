@@ -13,6 +13,7 @@ from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.fabric.memory import Fabric
 from dcp_decode.fabric.shm import ShmFabric
+from dcp_decode.kernels.sparse_refusal import ARCHITECTURES
 
 LEAST_CAPABILITY = (9, 0)  # the sparse kernel needs clusters and bulk copies
 
@@ -62,11 +63,16 @@ def processes_to_start(fabric: str, device: str, dcp: int) -> int:
 
     With the fabric left open, ranks that would have to share GPUs run in one process: there a step can be one graph.
     """
-    if fabric == "loopback":
-        return 1
     # Counted through the driver's management library: a process that has used CUDA itself can't fork ranks.
     gpus = torch.cuda.device_count() if fabric == "auto" and device != "cpu" else 0
-    return 1 if 0 < gpus < dcp else dcp
+    return processes_beside(gpus, fabric, device, dcp)
+
+
+def processes_beside(gpus: int, fabric: str, device: str, dcp: int) -> int:
+    """`processes_to_start` on a host with so many GPUs, whether the kernels can use them or not."""
+    if fabric == "loopback" or (fabric == "auto" and device != "cpu" and 0 < gpus < dcp):
+        return 1
+    return dcp
 
 
 def open_fabric(placement: Placement, size: int, control: ControlPlane) -> Fabric:
@@ -124,6 +130,9 @@ def _refusal(compiles: bool) -> str:
     capability = torch.cuda.get_device_capability()
     if capability < LEAST_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]}, and the kernels need 9.0 or later"
+    name = "sm_{}{}a".format(*capability)
+    if name not in ARCHITECTURES:
+        return f"GPU architecture {name}, and the kernels are for {', '.join(ARCHITECTURES)}"
     if compiles and importlib.util.find_spec("cutlass") is None:
         return "nvidia-cutlass-dsl is not installed, and no build of the kernels is given (parallel.kernels)"
     return ""
