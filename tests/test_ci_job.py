@@ -21,9 +21,10 @@ from job_settings import settings
 
 from dcp_decode.checkpoint.cpu import Clock
 from dcp_decode.checkpoint.cpu import main as bench_cpu
+from dcp_decode.cli import run_command
 from dcp_decode.doctor.verdicts import kind_of
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, UnsupportedEnvironment
-from dcp_decode.job import stages
+from dcp_decode.job import report, stages
 from dcp_decode.job.report import write_report
 from dcp_decode.job.runner import Job, Outcome, differing_digest, first_error, run_stage
 from dcp_decode.job.stages import Hardware, Stage
@@ -230,6 +231,67 @@ def test_a_stopped_job_still_reports(tmp_path: Path) -> None:
     assert results == [
         (name, result, "the job was told to stop") for name, result in (("soak", "failed"), ("gate", "skipped"))
     ]
+
+
+def stop_myself() -> None:
+    """As a CI server does; Python handles the signal before the next statement."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of a doctor that leaves no document, and of one more stage."""
+    monkeypatch.setattr(stages, "doctor", lambda _: python("", "doctor"))
+    monkeypatch.setattr(stages, "following", lambda *_: [python("", "soak")])
+
+
+@pytest.mark.usefixtures("two_stages")
+def test_a_job_that_is_stopped_between_stages_ends_before_the_next(tmp_path: Path) -> None:
+    job = Job(settings(tmp_path), ("doctor", "soak"), lambda outcome: stop_myself())
+    job.run()
+    ends = [(outcome.name, outcome.exit_code, outcome.text) for outcome in job.outcomes]
+    assert ends == [("doctor", VERIFIED, ""), ("soak", WAIT_EXPIRED, "the job was told to stop")]
+    assert not (tmp_path / "soak.log").exists()
+
+
+@pytest.mark.usefixtures("two_stages")
+def test_a_stage_that_is_being_started_when_the_job_is_stopped_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def start_and_stop(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
+        started.append(start(["sleep", "60"], start_new_session=True))
+        stop_myself()
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_stop)
+    job = Job(settings(tmp_path), ("doctor", "soak"), lambda outcome: None)
+    job.run()
+    monkeypatch.undo()
+    assert len(started) == 1
+    assert started[0].returncode == -signal.SIGTERM
+    assert [outcome.exit_code for outcome in job.outcomes] == [WAIT_EXPIRED, None]
+
+
+@pytest.mark.usefixtures("two_stages")
+def test_a_second_signal_does_not_break_off_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped_report(*arguments: object) -> Path:
+        stop_myself()
+        return write_report(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(report, "write_report", stopped_report)
+    monkeypatch.setattr("dcp_decode.commands.ci_job._show", lambda outcome: stop_myself())
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("a signal went past the job"))
+    try:
+        assert run_command(["ci-job", "--stages", "doctor soak", "--artifacts", str(tmp_path)]) == WAIT_EXPIRED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    document = json.loads(Path(capsys.readouterr().out.splitlines()[-1]).read_text())
+    assert (document["exit_code"], document["verdict"]) == (WAIT_EXPIRED, "red: soak")
 
 
 @pytest.mark.parametrize(

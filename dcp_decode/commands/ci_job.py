@@ -70,9 +70,10 @@ def ci_job(
     folder = shared if node_rank == 0 else shared / f"node-{node_rank}"
     settings = Settings(config, folder, shared, device, baselines, soak_minutes, inject, nnodes, node_rank)
     job = Job(settings, wanted, _show)
-    job.run()
-    path = write_report(folder, job.outcomes, job.exit_code)
-    click.echo(path)
+    with job.noting_signals():  # the report, too, is not broken off
+        job.run()
+        path = write_report(folder, job.outcomes, job.exit_code)
+        click.echo(path)
     return job.exit_code
 
 

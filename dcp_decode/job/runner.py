@@ -27,6 +27,8 @@ SUFFIXES = (".log", ".json", ".xml", ".html", ".forensics.tar.gz")  # of what a 
 # after 30 s; if it were killed before that, they would be left on the GPUs of the stages that follow.
 GRACE_SECONDS = 40.0
 NO_TEST_RAN = 5  # pytest's exit code
+LOOK_SECONDS = 0.1  # between two looks, while a stage runs, at whether the job was told to stop
+STOPPED = "the job was told to stop"
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -69,11 +71,15 @@ class _Findings(BaseModel):
 
 
 class Stopped(Exception):
-    """The job was told to stop."""
+    """A stage was ended, since the job was told to stop."""
 
 
 class Job:
-    """A job under way: what its stages came to, and why the rest are skipped, if they are."""
+    """A job under way: what its stages came to, and why the rest are skipped, if they are.
+
+    told_to_stop: set by a signal, and looked at between the stages and while one runs. An exception from the handler
+    would land anywhere: in the middle of a stage's start, whose process nobody would then end, or of the report.
+    """
 
     def __init__(self, settings: Settings, wanted: Sequence[str], on_outcome: Callable[[Outcome], None]) -> None:
         self.settings = settings
@@ -81,15 +87,34 @@ class Job:
         self.on_outcome = on_outcome
         self.outcomes: list[Outcome] = []
         self.stopped = ""
+        self.told_to_stop = False
+
+    @contextlib.contextmanager
+    def noting_signals(self) -> Iterator[None]:
+        """Signals that would end this process only set `told_to_stop`; may be nested."""
+
+        def note(_number: int, _frame: object) -> None:
+            self.told_to_stop = True
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def run(self) -> None:
-        """All wanted stages in order. Raises UnsupportedEnvironment if there is no doctor's document to go by."""
+        """All wanted stages in order; told to stop, it ends the one that runs, or counts the next one as stopped.
+
+        Raises UnsupportedEnvironment if there is no doctor's document to go by.
+        """
         folder = self.settings.artifacts
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError("--artifacts", str(folder), f"must be a folder ({error.strerror})") from None
-        with _stopping_on_signals():
+        with self.noting_signals():
             if "doctor" in self.wanted:
                 self._run(stages.doctor(self.settings))
                 if self.outcomes[0].exit_code != VERIFIED:
@@ -111,7 +136,7 @@ class Job:
 
     def _hardware(self) -> Hardware:
         """As the doctor found it, in this job or an earlier one."""
-        if self.stopped or self.settings.node > 0:
+        if self.stopped or self.told_to_stop or self.settings.node > 0:
             return Hardware()
         path = self.settings.artifacts / "doctor.json"
         try:
@@ -124,15 +149,19 @@ class Job:
 
     def _run(self, stage: Stage) -> None:
         command = shlex.join(stage.command)
-        skip = self.stopped or stage.skip
-        try:
-            if skip:
-                outcome = Outcome(stage.name, command, None, 0.0, skip, None)
-            else:
-                outcome = run_stage(stage, self.settings.artifacts)
-        except Stopped:
-            self.stopped = "the job was told to stop"
-            outcome = Outcome(stage.name, command, WAIT_EXPIRED, 0.0, self.stopped, _log(stage))
+        started = time.monotonic()
+        if self.told_to_stop and not self.stopped:
+            self.stopped = STOPPED
+            outcome = Outcome(stage.name, command, WAIT_EXPIRED, 0.0, STOPPED, None)
+        elif skip := self.stopped or stage.skip:
+            outcome = Outcome(stage.name, command, None, 0.0, skip, None)
+        else:
+            try:
+                outcome = run_stage(stage, self.settings.artifacts, lambda: self.told_to_stop)
+            except Stopped:
+                self.stopped = STOPPED
+                seconds = time.monotonic() - started
+                outcome = Outcome(stage.name, command, WAIT_EXPIRED, seconds, STOPPED, _log(stage))
         self._end(outcome)
 
     def _end(self, outcome: Outcome) -> None:
@@ -140,8 +169,8 @@ class Job:
         self.on_outcome(outcome)
 
 
-def run_stage(stage: Stage, folder: Path) -> Outcome:
-    """Run one stage; its output goes to its log in `folder`. Raises Stopped when this process is told to stop."""
+def run_stage(stage: Stage, folder: Path, told_to_stop: Callable[[], bool] = lambda: False) -> Outcome:
+    """Run one stage; its output goes to its log in `folder`. Raises Stopped, once it has ended, when told to stop."""
     for suffix in SUFFIXES:  # of an earlier job in the same folder
         (folder / f"{stage.name}{suffix}").unlink(missing_ok=True)
     started = time.monotonic()
@@ -151,7 +180,7 @@ def run_stage(stage: Stage, folder: Path) -> Outcome:
         errors.write(f"$ {command}\n")
         errors.flush()
         output = errors if stage.output is None else files.enter_context((folder / stage.output).open("w"))
-        ended = _exit_code(stage, output, errors)
+        ended = _exit_code(stage, output, errors, told_to_stop)
     exit_code = contract_code(stage, ended)
     text = "" if exit_code == VERIFIED else first_error(log.read_text(errors="replace"))
     if exit_code == VERIFIED and (text := unverified(stage, folder)):
@@ -169,8 +198,8 @@ def run_stage(stage: Stage, folder: Path) -> Outcome:
     return Outcome(stage.name, command, exit_code, time.monotonic() - started, text, log.name)
 
 
-def _exit_code(stage: Stage, output: IO[str], errors: IO[str]) -> int | None:
-    """Of the stage's process, once its whole session has ended; None if it took too long."""
+def _exit_code(stage: Stage, output: IO[str], errors: IO[str], told_to_stop: Callable[[], bool]) -> int | None:
+    """Of the stage's process, once its whole session has ended; None if it took too long. Raises Stopped."""
     process = subprocess.Popen(
         stage.command,
         stdin=subprocess.DEVNULL,
@@ -180,9 +209,13 @@ def _exit_code(stage: Stage, output: IO[str], errors: IO[str]) -> int | None:
         env=_environment(stage),
         start_new_session=True,
     )
+    until = time.monotonic() + stage.limit_seconds
     try:
-        return process.wait(stage.limit_seconds)
-    except subprocess.TimeoutExpired:
+        while (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(left, LOOK_SECONDS))
+            if told_to_stop():
+                raise Stopped
         errors.write(f"error: stage {stage.name} took longer than {stage.limit_seconds:g} s\n")
         return None
     finally:
@@ -284,20 +317,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):  # nothing is left
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-@contextlib.contextmanager
-def _stopping_on_signals() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def stop(_number: int, _frame: object) -> None:
-        for number in numbers:  # once is enough: what ends the stage and reports must not be broken off
-            signal.signal(number, signal.SIG_IGN)
-        raise Stopped
-
-    previous = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
