@@ -93,12 +93,16 @@ class CacheSection(Section):
 
 
 class ServiceSection(Section):
-    """The decode service: drafted tokens a request and step, their acceptance probability, the virtual clock."""
+    """The decode service: drafted tokens a request and step, their acceptance probability, the virtual clock.
+
+    max_running: requests that may run at once; None: as many as have pages.
+    """
 
     draft_tokens: Whole = Field(default=4, ge=0, le=63)
     acceptance: Real = Field(default=0.7, ge=0, le=1)
     step_milliseconds: Real = Field(default=50.0, gt=0, le=1e6)
     max_steps: Whole = Field(default=25, ge=1, le=10_000_000)
+    max_running: Whole | None = Field(default=None, ge=1, le=1_000_000)
 
 
 class SyntheticWorkload(Section):

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from dcp_decode import numerics
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from dcp_decode.device_graph import StepGraph
     from dcp_decode.device_rank import DeviceBatch
     from dcp_decode.kernels.stages import GpuStages
+    from dcp_decode.service import RequestState
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class StepBuffers:
         self._padding = (0, PADDING, 0) * shape.requests
         self._requests: list[int] = []
 
-    def write(self, turns: Sequence[VerifyRow], tables: dict[int, np.ndarray]) -> None:
+    def write(self, turns: Sequence[VerifyRow], requests: Mapping[int, RequestState]) -> None:
         """Put a step's integers where `load` finds them. The step before must have ended.
 
-        turns: the first row of each request. tables: int64 page table of each request.
+        turns: the first row of each request. requests: as they stand, whose pages stay the same while they run.
         """
         integers: list[int] = []
         for row in turns:
@@ -111,8 +111,8 @@ class StepBuffers:
         if self._requests != integers[::3]:
             self._requests = integers[::3]
             for turn, request in enumerate(self._requests):
-                table = tables[request][: self.shape.pages]
-                self._tables[turn, : len(table)] = table
+                pages = requests[request].pages[: self.shape.pages]
+                self._tables[turn, : len(pages)] = pages
 
     def load(self) -> None:
         """Copy the step's integers to the device, in stream order."""

@@ -70,10 +70,12 @@ LAUNCH_SECONDS = 0.2  # until kernels begin to wait, where processes share a dev
 class StepPolicy:
     """How steps may run on a GPU. may_replay: called with the step's number; False makes the step eager.
 
+    graphs: False captures nothing at all.
     lockstep: eager steps, of which all ranks end a stage before any begins the next; None: where ranks share a device.
     """
 
     may_replay: Callable[[int], bool] = lambda step: True
+    graphs: bool = True
     lockstep: bool | None = None
 
 
@@ -143,18 +145,17 @@ class DeviceSteps:
         self._shapes: dict[StepShape, StepBuffers] = {}
         self._newest: StepBuffers | None = None
         self._cache_emptied = False  # since the last eager step
-        self._tables: dict[int, np.ndarray] = {}
         self._on_gpu = self.device.type == "cuda"
         self._idle: StepGraph | None = None
         self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
-        self._replays = self._on_gpu and not self.lockstep and before_stage is None  # whether a step may be a graph
+        # Whether a step may be a graph.
+        self._replays = self._on_gpu and policy.graphs and not self.lockstep and before_stage is None
         if self.lockstep:
             self.statistics.notes.append("ranks share this device: every step runs eagerly, stage by stage")
 
     def prefill(self, request: RequestState) -> None:
         """Write a request's prompt into all layers of all local ranks' caches."""
-        self._tables[request.index] = np.array(request.pages, dtype=np.int64)
         with self._on_stream():
             table = torch.tensor(request.pages, dtype=torch.int64, device=self.device)
             for layer in range(self.layers):
@@ -188,7 +189,7 @@ class DeviceSteps:
         # Most steps have the shape of the one before: asked by two comparisons.
         if buffers is None or len(turns) != buffers.shape.requests or longest not in buffers.contexts:
             buffers = self._buffers(step_shape(len(turns), self.rows_a_request, longest, self.geometry))
-        buffers.write(turns, self._tables)
+        buffers.write(turns, batch.requests)
         replay = self._replays and self.may_replay(step) and buffers.uses > 0
         captured = replay and buffers.graph is None
         if captured:

@@ -177,6 +177,7 @@ class Run:
             step_milliseconds=config.service.step_milliseconds,
             seed=config.workload.seed,
             max_steps=config.service.max_steps,
+            max_running=config.service.max_running,
         )
         self.service = Service(requests, settings, self.geometry, PagePool(config.cache.pages))
 
@@ -248,7 +249,7 @@ class Run:
         fused = agree_on_fused(parallel.chain, batches, self.geometry, push, own_device, device, self.control)
         stages = [GpuStages(mailbox, deadline, push, load_kernel, fused.batches) for mailbox in self._mailboxes()]
         torch.cuda.synchronize(device)  # armed, before the barrier that lets peers push
-        policy = self.policy if parallel.execution == "graph" else replace(self.policy, may_replay=lambda step: False)
+        policy = self.policy if parallel.execution == "graph" else replace(self.policy, graphs=False)
         steps = DeviceSteps(
             DeviceGroup(self.geometry, self.workload, self.layers, self.config.cache.pages, stages),
             parallel.route,
@@ -322,7 +323,7 @@ class Run:
     def _measure_stages(self, device_steps: DeviceSteps) -> None:
         times = device_steps.measure_stages(TIMED_REPLAYS)
         if times is None:
-            self.stage_clock = "none: no step ran, ranks share the GPU, or stages are intercepted"
+            self.stage_clock = "none: no step ran, no graph may (eager), ranks share the GPU, or stages are intercepted"
             return
         self.stage_clock = times.clock
         for rank, seconds in times.seconds:
@@ -357,11 +358,8 @@ class Run:
         return RunSummary(
             fabric=self.fabric.name,
             fabric_reason=self.placement.reason,
-            route=self.config.parallel.route,
             family=", ".join(sorted(self.families)) or "none",
             device=str(self.fabric.device),
-            ranks=self.geometry.dcp,
-            process_ids=[peer.process_id for peer in self.control.peers],
             requests=self.service.counts(),
             refusals=list(self.service.refusals.values()),
             steps=self.service.steps,

@@ -39,11 +39,8 @@ class RunSummary:
 
     fabric: str
     fabric_reason: str
-    route: str
     family: str
     device: str
-    ranks: int
-    process_ids: list[int]
     requests: dict[str, int]
     refusals: list[str]
     steps: int

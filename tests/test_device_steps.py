@@ -9,7 +9,6 @@ import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -167,9 +166,9 @@ def test_contexts_of_a_shape_are_those_that_choose_it(interleave):
 def test_rows_of_padding_see_nothing_whatever_the_last_step_left():
     shape = StepShape(2, 2, 4)
     buffers = StepBuffers(shape, GEOMETRY, 1, [0], torch.device("cpu"))
-    tables = {5: np.array([9, 4]), 6: np.array([1, 2, 3])}
-    buffers.write((VerifyRow(6, 7, 1), VerifyRow(5, 70, 3)), tables)
-    buffers.write((VerifyRow(5, 72, 4),), tables)
+    requests = {5: SimpleNamespace(pages=[9, 4]), 6: SimpleNamespace(pages=[1, 2, 3])}
+    buffers.write((VerifyRow(6, 7, 1), VerifyRow(5, 70, 3)), requests)
+    buffers.write((VerifyRow(5, 72, 4),), requests)
     buffers.load()
     assert int(buffers.integers[0]) == 2
     request, first, salt = buffers.integers[1:7].view(2, 3).T
@@ -187,6 +186,63 @@ def test_an_expired_wait_names_who_waited_for_whom():
         steps.run(0, batch, verified=False)
     assert failure.value.waits[0].source_rank == 2
     assert failure.value.waits[0].stage == Stage.SPARSE.name
+
+
+class Meetings(SoloControlPlane):
+    """A control plane that keeps the labels of its barriers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+
+    def barrier(self, label: str) -> None:
+        self.labels.append(label)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_meet_while_kernels_load_and_where_they_share_a_device(shared):
+    """Loading takes longer than a mailbox deadline, and so does a peer's turn on a device that both spin on."""
+    steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")
+    control = steps.control = Meetings()
+    steps.lockstep = shared
+    batch = first_batch(steps)
+    pushes = ["select_push", "query_push", "sparse_decode_push"]
+    lockstep = [f"{stage} on a shared device" for stage in pushes] * LAYERS
+    steps.run(0, batch, verified=False)
+    assert control.labels == [f"kernels for {shape_of(batch.rows)}", *lockstep]
+    control.labels.clear()
+    steps.run(1, batch, verified=False)
+    assert control.labels == (lockstep if shared else [])
+
+
+def test_ranks_meet_before_the_needle_test():
+    steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")
+    control = steps.control = Meetings()
+    steps.check_needle(5)
+    assert control.labels[0] == "kernels for the needle test"
+
+
+def test_a_wait_that_expired_ends_the_step_and_the_needle_test_whatever_their_rows(monkeypatch):
+    steps = make_steps(GEOMETRY, Workload(11, GEOMETRY), "push")
+    batch = first_batch(steps)
+    read = StepBuffers.read
+
+    def expired(self, device_batch, stages) -> None:
+        read(self, device_batch, stages)
+        self._expired[:] = 1
+
+    monkeypatch.setattr(StepBuffers, "read", expired)
+    with pytest.raises(MailboxTimeout):
+        steps.run(0, batch, verified=False)
+
+    def wrong(*_: object) -> None:
+        for rank in steps.ranks:
+            rank.stages.mailbox.abort_word.fill_(1)
+        raise WrongResult("rows of a wait that expired")
+
+    monkeypatch.setattr(device_steps, "check_needle_group", wrong)
+    with pytest.raises(MailboxTimeout):
+        steps.check_needle(5)
 
 
 class DyingPeer(SoloControlPlane):

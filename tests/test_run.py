@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,15 @@ from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.errors import BAD_INPUT, VERIFIED, ConfigError, UnsupportedEnvironment
 from dcp_decode.fabric import placement
+from dcp_decode.kernels.fingerprint import source_hash
 from dcp_decode.records import RankReport, make_plan, read_records
 from dcp_decode.results import conclude
 from dcp_decode.run import agree, run_rank
+from dcp_decode.step import RankState
 from dcp_decode.summary import RunSummary
 from dcp_decode.supervisor import supervise
 from dcp_decode.topk import check_row_range
+from dcp_decode.verification import Verifier
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -266,6 +270,42 @@ def test_ranks_that_do_not_fit_the_memory_are_refused_before_they_are_killed(
     assert conclusion.exit_code == BAD_INPUT
     error = r"cache.pages = 4: 8 ranks x 1 layers x 4 pages and the mailboxes take 0\.0 GiB, and .* has 0\.0"
     assert re.fullmatch(error, str(conclusion.error))
+
+
+def test_a_limit_of_running_requests_is_the_services(config_path: Path) -> None:
+    assert run_here(config_path, service__max_running=1).requests == REQUESTS | {"running": 1, "waiting": 1}
+
+
+def test_ranks_agree_on_the_kernel_sources(config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(run, "agree", lambda control, what, values: asked.update(values))
+    run_here(config_path, service__max_steps=1)
+    assert asked["kernel sources"] == source_hash()
+
+
+@pytest.mark.parametrize(("place", "name", "call"), [(Verifier, "check", 2), (RankState, "prefill", 1)])
+def test_what_one_rank_does_longer_than_a_mailbox_deadline_expires_no_wait(
+    place: type, name: str, call: int, config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verification and prefill are the host's: the ranks meet after them."""
+    real, calls = getattr(place, name), []
+
+    def slow(*arguments: Any) -> Any:
+        calls.append(name)
+        if len(calls) == call:
+            time.sleep(3.0)
+        return real(*arguments)
+
+    def body(control: ControlPlane) -> RankReport:
+        if control.rank == 1:
+            monkeypatch.setattr(place, name, slow)
+        return run_rank(config, control).report()
+
+    settings = {"parallel.dcp": 2, "service.max_steps": 3, "mailbox.deadline_seconds": 2.0}
+    config = load_config(config_path, settings)
+    supervise(body, 2, tmp_path, wait_deadline_seconds=2.0, control_deadline_seconds=60)
+    conclusion = conclude(make_plan("run", config, "builtin", None), read_records(tmp_path))
+    assert conclusion.exit_code == VERIFIED, conclusion.error
 
 
 class TwoRanks(SoloControlPlane):
