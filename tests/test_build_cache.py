@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -110,6 +113,23 @@ def test_processes_that_keep_one_kernel_at_once_see_whole_entries(folder):
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         disk_cache._entry_name(KEY, content) for content in CONTENTS
     )
+
+
+def test_a_folder_without_room_keeps_nothing_and_ends_no_run(folder, compilations, monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(CONTENTS[0]) // 2, limits[1]))  # a file ends half way
+    try:
+        disk_cache._keep(folder, KEY, CONTENTS[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(folder.iterdir())
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(disk_cache.tempfile, "mkstemp", refuse)
+    assert_launches(compile_query())
+    assert len(compilations) == 1
 
 
 def test_nothing_is_kept_where_nothing_shall_be(folder, compilations, monkeypatch):
