@@ -169,6 +169,22 @@ def test_a_run_is_compared_by_its_percentiles() -> None:
     assert slower_stages(compare(run_document(1), run_document(2, {"merge": 1.3}))) == {"merge"}
 
 
+def test_a_run_without_percentiles_or_with_few_samples_is_no_base_and_no_new_one() -> None:
+    whole = run_document(1)
+    for key, value, found in (("p95_us", None, "None, 40"), ("samples", 9, "9"), ("samples", None, "None")):
+        lacking = run_document(2)
+        lacking["stages"]["merge"][key] = value
+        for which, documents in (("new", (whole, lacking)), ("base", (lacking, whole))):
+            with pytest.raises(IncomparableInputs) as refusal:
+                compare(*documents)
+            start = f"stages.merge in {which} needs p50_us, p95_us and at least 10 samples, but has "
+            assert str(refusal.value).startswith(start)
+            assert str(refusal.value).endswith(f", {found}")
+    least = run_document(2)
+    least["stages"]["merge"]["samples"] = 10
+    compare(whole, least)
+
+
 @pytest.mark.parametrize(
     ("probability", "freedom", "expected"),
     [(0.975, 9, 2.2622), (0.999, 13, 3.8520), (0.9995, 20, 3.8495), (0.975, 10_000, 1.9602)],
