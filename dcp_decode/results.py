@@ -7,6 +7,7 @@ else ended a rank. Ranks that only report a dead peer, or were told to stop, are
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -90,21 +91,40 @@ def write_document(document: Mapping[str, Any], output: str | None, started: flo
     """
     path = document_path(output, started)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(document_text(document))
+        write_whole(path, document_text(document))
     except OSError as error:
-        if path.is_file():
-            path.unlink()  # half a document is worse than none
         raise NotWritten(path, error.strerror, document) from None
     return path
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, and the folders above it that are missing; if that fails, what was there stays. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a device or a pipe: nothing may take its place
+        path.write_text(text)
+        return
+    if path.exists() and not os.access(path, os.W_OK):  # a rename would not ask
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    place = path.resolve()  # a link stays one
+    partial = place.with_name(f".partial-{os.getpid()}")
+    try:
+        partial.write_text(text)
+        partial.replace(place)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def require_writable(output: str | None) -> None:
-    """Refuse a document that couldn't be written, before the work that it would hold. Raises ConfigError.
+    """Refuse a document that couldn't be written, before the work that it would hold. Raises ConfigError."""
+    require_writable_file("--output", document_path(output, time.time()))
+
+
+def require_writable_file(option: str, path: Path) -> None:
+    """Refuse the path of an option that `write_whole` couldn't write. Raises ConfigError.
 
     Writes and makes nothing, so a disk that is full later is found later.
     """
-    path = document_path(output, time.time()).absolute()
+    path = path.absolute()
     reason = None
     for place in (path, *path.parents):
         try:
@@ -118,9 +138,11 @@ def require_writable(output: str | None) -> None:
                 reason = "is a folder"
             elif not os.access(place, os.W_OK):
                 reason = f"{place} is read-only"
+            elif place == path and path.is_file() and not os.access(folder := path.resolve().parent, os.W_OK):
+                reason = f"{folder} is read-only"
         break
     if reason is not None:
-        raise ConfigError("--output", str(path), f"must be a file that can be written ({reason})")
+        raise ConfigError(option, str(path), f"must be a file that can be written ({reason})")
 
 
 def document_path(output: str | None, started: float) -> Path:

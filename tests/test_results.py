@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -100,7 +101,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_run(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("loop").symlink_to("loop")
-    for command in (["run", "--prepare", str(tmp_path), "--launcher", "torchrun"], ["soak"]):
+    prepare = ["run", "--prepare", str(tmp_path), "--launcher", "torchrun"]
+    for command in (prepare, ["soak"], ["compare", "absent.json", "absent.json"]):
         assert run_command([*command, "--output", output]) == BAD_INPUT
         captured = capsys.readouterr()
         assert captured.out == ""
@@ -117,15 +119,44 @@ def test_an_output_that_can_be_written_is_allowed_and_not_made(tmp_path: Path, m
         require_writable(str(tmp_path / "run.json"))
 
 
-def test_half_a_document_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", [None, "an earlier run's"])
+def test_half_a_document_is_not_left(before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_half(path: Path, text: str) -> None:
         path.write_bytes(text[: len(text) // 2].encode())
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    output = tmp_path / "run.json"
+    if before is not None:
+        output.write_text(before)
     monkeypatch.setattr(Path, "write_text", write_half)
     with pytest.raises(NotWritten, match="No space left on device"):
-        write_document({"exit_code": 0, "error": None}, str(tmp_path / "run.json"), 0.0)
-    assert not any(tmp_path.iterdir())
+        write_document({"exit_code": 0, "error": None}, str(output), 0.0)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ([] if before is None else [before])
+
+
+def test_a_file_that_may_not_be_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder may be: a user's own."""
+    output = tmp_path / "run.json"
+    output.write_text("kept")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != output)  # root may write anywhere
+    for refused, write in (
+        (ConfigError, lambda: require_writable(str(output))),
+        (NotWritten, lambda: write_document({"exit_code": 0, "error": None}, str(output), 0.0)),
+    ):
+        with pytest.raises(refused):
+            write()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is read-only"):
+        require_writable(str(output))
+
+
+def test_a_link_to_a_document_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "latest.json").symlink_to("run.json")
+    for digest in ("a", "b"):
+        write_document({"digest": digest}, str(tmp_path / "latest.json"), 0.0)
+        assert json.loads((tmp_path / "run.json").read_text()) == {"digest": digest}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "run.json"]
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,9 @@ def compare(base: Path, new: Path, limit: float, output: str | None) -> int:
     import time
 
     from dcp_decode.regression.compare import compare_files
-    from dcp_decode.results import write_document
+    from dcp_decode.results import require_writable, write_document
 
+    require_writable(output)
     comparison = compare_files(base, new, limit)
     exit_code = WRONG_RESULT if comparison.of_verdict("slower") else VERIFIED
     _show(comparison)
