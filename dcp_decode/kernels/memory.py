@@ -1,4 +1,4 @@
-"""Every PTX instruction on memory that the kernels use and CuTe DSL does not wrap as they need it, one function each.
+"""PTX instructions on memory that CuTe DSL does not wrap as the kernels need them, one function each.
 
 Addresses are integers: Int64 global (or peer) addresses, Int32 shared addresses; words are Uint32. Those that touch
 memory are volatile, so that loads are neither merged nor moved (`inline_ptx`). Plain Python (not traced by the DSL):

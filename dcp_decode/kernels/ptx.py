@@ -1,4 +1,6 @@
-"""Every PTX instruction on registers that the kernels use and CuTe DSL does not wrap as they need it, as in `memory`.
+"""PTX instructions on registers that CuTe DSL does not wrap as the kernels need them, one function each.
+
+Those on memory are in `memory`, those around wgmma in `wgmma`.
 
 An instruction is volatile unless it is a pure function of its operands: those that read a special register or what
 other threads hold stay where they are.
@@ -49,15 +51,19 @@ def minimum(left: Any, right: Any) -> Any:
     return instruction("min.f32 $0, $1, $2;", [Float32], [left, right], pure=True)
 
 
+def ordered(word: Any) -> Any:
+    """The bits of an FP32 as a signed integer of the same order, and back: its own inverse."""
+    flip = "{\n.reg .s32 s;\nshr.s32 s, $1, 31;\nand.b32 s, s, 0x7fffffff;\nxor.b32 $0, $1, s;\n}"
+    return instruction(flip, [Int32], [word], pure=True)
+
+
 def warp_maximum(value: Any) -> Any:
     """redux.sync.max.s32 on order-preserving integers: the largest FP32 of a warp (sm_90 has no FP32 redux).
 
     A NaN counts as larger than +inf or smaller than -inf, by its sign.
     """
-    flip = "{\n.reg .s32 s;\nshr.s32 s, $1, 31;\nand.b32 s, s, 0x7fffffff;\nxor.b32 $0, $1, s;\n}"
-    ordered = instruction(flip, [Uint32], [float_bits(value)], pure=True)
-    largest = instruction("redux.sync.max.s32 $0, $1, 0xffffffff;", [Uint32], [ordered])
-    return bits_float(instruction(flip, [Uint32], [largest], pure=True))
+    largest = instruction("redux.sync.max.s32 $0, $1, 0xffffffff;", [Int32], [ordered(float_bits(value))])
+    return bits_float(ordered(largest))
 
 
 def shuffle(word: Any, lane: Any) -> Any:

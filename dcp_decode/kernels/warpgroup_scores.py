@@ -144,7 +144,7 @@ class WarpgroupScores:
 
     def base2(self, word: Any, scale_log2: Any) -> Any:
         """A maximum out of shared memory as a logit."""
-        return ptx.multiply(ptx.bits_float(wgmma.ordered(word)), scale_log2)
+        return ptx.multiply(ptx.bits_float(ptx.ordered(word)), scale_log2)
 
     def peaks(self, scale_log2: Any, worker: Worker) -> list[Any]:
         """The running maxima of a lane's heads [n / 4], base 2: heads 2 q, 2 q + 1 of every eight."""
@@ -166,7 +166,7 @@ class WarpgroupScores:
         if copies == 0:
             for place, value in enumerate(largest):
                 address = self.maximum_place(self.head_of(first + place, worker), worker)
-                wgmma.raise_maximum(address, wgmma.ordered(ptx.float_bits(value)))
+                wgmma.raise_maximum(address, ptx.ordered(ptx.float_bits(value)))
 
     def over_keys(self, values: list[Any], combine: Any) -> list[Any]:
         """A lane's two keys combined: [n / 4], heads 2 q, 2 q + 1 of every eight."""

@@ -79,16 +79,6 @@ def store_matrices(address: Any, words: Sequence[Any]) -> None:
     instruction(code, [], [address, *words])
 
 
-def ordered(word: Any) -> Any:
-    """The bits of an FP32 as a signed integer of the same order, and back: its own inverse."""
-    return instruction(
-        "{\n.reg .s32 s;\nshr.s32 s, $1, 31;\nand.b32 s, s, 0x7fffffff;\nxor.b32 $0, $1, s;\n}",
-        [Int32],
-        [word],
-        pure=True,
-    )
-
-
 def raise_maximum(address: Any, value: Any) -> None:
     """red.shared.max.s32: the integer at a shared address becomes the larger one."""
     instruction("red.shared.max.s32 [$0], $1;", [], [address, value])
