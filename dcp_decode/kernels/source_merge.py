@@ -18,7 +18,7 @@ from cutlass import Float32, Int64, Uint32, cute
 from dcp_decode import numerics
 from dcp_decode.geometry import Geometry
 from dcp_decode.kernels import memory, polling, ptx
-from dcp_decode.mailbox import MailboxLayout
+from dcp_decode.kernels.value_slots import ValueSlots
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,20 @@ class SourceMerge:
         return numerics.LATENT_DIM // 2 // self.threads
 
     @property
-    def layout(self) -> MailboxLayout:
-        return MailboxLayout(self.geometry)
+    def slots(self) -> ValueSlots:
+        return ValueSlots(self.geometry, self.words)
 
     def load(self, region: Any, generation: Any, row: Any, head: Any, thread: Any) -> tuple[Any, cute.Tensor]:
         """First loads of a thread: the LSE word of source thread % 32 % D, and Uint32 [D x words] of payload."""
         payload = cute.make_rmem_tensor(self.words * self.geometry.dcp, Uint32)
         for source in range(self.geometry.dcp):
             loaded = memory.load_words_system(
-                self.payload_address(region, generation, source, row, head, thread), self.words
+                self.slots.payload_address(region, generation, source, row, head, thread), self.words
             )
             for element in range(self.words):
                 payload[source * self.words + element] = loaded[element]
         source = thread % 32 % self.geometry.dcp
-        return memory.load_word_system(self.lse_address(region, generation, source, row, head)), payload
+        return memory.load_word_system(self.slots.lse_address(region, generation, source, row, head)), payload
 
     @cute.jit
     def receive(
@@ -75,9 +75,9 @@ class SourceMerge:
             lse,
             payload,
             self.geometry.dcp,
-            self.lse_address(waiter.region, generation, source, row, head),
-            self.payload_address(waiter.region, generation, 0, row, head, thread),
-            self.source_bytes,
+            self.slots.lse_address(waiter.region, generation, source, row, head),
+            self.slots.payload_address(waiter.region, generation, 0, row, head, thread),
+            self.slots.source_bytes,
             row,
             head,
             thread * self.words,
@@ -129,28 +129,8 @@ class SourceMerge:
         memory.store_global(merged + line * (2 * numerics.LATENT_DIM) + Int64(thread) * (4 * self.words), pairs)
         armed = Uint32(polling.ARMED)
         if thread < sources:
-            memory.store_word_system(self.lse_address(region, generation, thread, row, head), armed)
+            memory.store_word_system(self.slots.lse_address(region, generation, thread, row, head), armed)
         for source in cutlass.range_constexpr(sources):
             if lse[source] != Uint32(polling.EMPTY_LSE):
-                place = self.payload_address(region, generation, source, row, head, thread)
+                place = self.slots.payload_address(region, generation, source, row, head, thread)
                 memory.store_words_system(place, [armed] * self.words)
-
-    @property
-    def source_bytes(self) -> int:
-        """Bytes from one source's payload slot to the next source's."""
-        g = self.geometry
-        return g.capacity * g.owner_heads * 2 * numerics.LATENT_DIM
-
-    def slot_line(self, generation: Any, source: Any, row: Any, head: Any) -> Any:
-        """Line of (generation, source, row, own head) in the value mailbox."""
-        g = self.geometry
-        return (Int64(generation * g.dcp + source) * g.capacity + Int64(row)) * g.owner_heads + Int64(head)
-
-    def lse_address(self, region: Any, generation: Any, source: Any, row: Any, head: Any) -> Any:
-        """Address of one LSE word."""
-        return region + self.slot_line(generation, source, row, head) * 4 + self.layout.lse_log2.offset
-
-    def payload_address(self, region: Any, generation: Any, source: Any, row: Any, head: Any, thread: Any) -> Any:
-        """Address of this thread's words of a payload row."""
-        line = self.slot_line(generation, source, row, head) * (2 * numerics.LATENT_DIM)
-        return region + line + Int64(thread) * (4 * self.words) + self.layout.payload.offset

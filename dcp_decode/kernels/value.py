@@ -26,8 +26,10 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from dcp_decode import numerics
 from dcp_decode.kernels import arrival, disk_cache, memory, ptx
 from dcp_decode.kernels.configs import ValueConfig
+from dcp_decode.kernels.value_slots import ValueSlots, value_line
 from dcp_decode.mailbox import MailboxLayout, Stage
 
+WORDS = 4  # of a source's payload row that a thread merges, 16 bytes
 ARMED = numerics.ARMED_WORD & 0xFFFFFFFF
 EMPTY_LSE_WORD = numerics.EMPTY_LSE_BITS & 0xFFFFFFFF
 
@@ -37,7 +39,7 @@ class DcpValue:
 
     def __init__(self, config: ValueConfig) -> None:
         self.config = config
-        self.layout = MailboxLayout(config.geometry)
+        self.slots = ValueSlots(config.geometry, WORDS)
 
     @cute.jit
     def __call__(self, region: Int64, rank: Int32, merged: Int64, deadline: Int64, stream: cuda.CUstream) -> None:
@@ -66,12 +68,14 @@ class DcpValue:
         generation = use % g.generations
         copies = g.generations if cutlass.const_expr(config.eager) else 1
         lse_copy = ptx.minimum_int32(lane // sources, Int32(copies - 1)) if config.eager else generation
-        lse_word = memory.load_word_system(self.lse_address(region, lse_copy, source_of_lane, row, head))
+        lse_word = memory.load_word_system(self.slots.lse_address(region, lse_copy, source_of_lane, row, head))
         early = cute.make_rmem_tensor(copies * sources * 4, Uint32)
         for copy in cutlass.range_constexpr(copies):
             for source in cutlass.range_constexpr(sources):
                 loaded_from = Int32(copy) if config.eager else generation
-                loaded = memory.load_words_system(self.payload_address(region, loaded_from, source, row, head, thread))
+                loaded = memory.load_words_system(
+                    self.slots.payload_address(region, loaded_from, source, row, head, thread)
+                )
                 for element in cutlass.range_constexpr(4):
                     early[(copy * sources + source) * 4 + element] = loaded[element]
 
@@ -81,7 +85,7 @@ class DcpValue:
         one[0] = ptx.shuffle(lse_word, first_lane + source_of_lane)
         aborted = arrival.wait_words(
             one,
-            self.lse_address(region, generation, source_of_lane, row, head),
+            self.slots.lse_address(region, generation, source_of_lane, row, head),
             region,
             rank,
             use,
@@ -109,7 +113,7 @@ class DcpValue:
             words,
             wanted,
             self.places,
-            self.payload_address(region, generation, 0, row, head, thread),
+            self.slots.payload_address(region, generation, 0, row, head, thread),
             region,
             rank,
             use,
@@ -147,7 +151,7 @@ class DcpValue:
         sources = g.dcp
         armed = Uint32(ARMED)
         if thread < sources:
-            memory.store_word_system(self.lse_address(region, generation, thread, row, head), armed)
+            memory.store_word_system(self.slots.lse_address(region, generation, thread, row, head), armed)
         largest = Float32(float("-inf"))
         for source in cutlass.range_constexpr(sources):
             largest = ptx.maximum(largest, ptx.bits_float(lse[source]))
@@ -163,7 +167,7 @@ class DcpValue:
                     for half in cutlass.range_constexpr(2):
                         column = 2 * element + half
                         sums[column] = ptx.multiply_add(weight, values[half], sums[column])
-                place = self.payload_address(region, generation, source, row, head, thread)
+                place = self.slots.payload_address(region, generation, source, row, head, thread)
                 memory.store_words_system(place, [armed, armed, armed, armed])
         divisor = weight_sum
         if weight_sum == Float32(0.0):  # all sources are empty
@@ -178,27 +182,9 @@ class DcpValue:
     @property
     def places(self) -> tuple[arrival.Place, ...]:
         """What a thread waits for: its 16 bytes of every source's payload row."""
-        return tuple(arrival.Place(source, source * self.source_bytes) for source in range(self.config.geometry.dcp))
-
-    @property
-    def source_bytes(self) -> int:
-        """Bytes from one source's payload slot to the next source's."""
-        g = self.config.geometry
-        return g.capacity * g.owner_heads * 2 * numerics.LATENT_DIM
-
-    def slot_line(self, generation: Any, source: Any, row: Any, head: Any) -> Any:
-        """Line of (generation, source, row, own head) in the value mailbox."""
-        g = self.config.geometry
-        return (Int64(generation * g.dcp + source) * g.capacity + Int64(row)) * g.owner_heads + Int64(head)
-
-    def lse_address(self, region: Any, generation: Any, source: Any, row: Any, head: Any) -> Any:
-        """Address of one LSE word."""
-        return region + self.slot_line(generation, source, row, head) * 4 + self.layout.lse_log2.offset
-
-    def payload_address(self, region: Any, generation: Any, source: Any, row: Any, head: Any, thread: Any) -> Any:
-        """Address of this thread's 16 bytes of a payload row."""
-        line = self.slot_line(generation, source, row, head) * (2 * numerics.LATENT_DIM)
-        return region + line + Int64(thread) * 16 + self.layout.payload.offset
+        return tuple(
+            arrival.Place(source, source * self.slots.source_bytes) for source in range(self.config.geometry.dcp)
+        )
 
 
 class DcpValuePush:
@@ -236,8 +222,7 @@ class DcpValuePush:
         aborted = arrival.read_abort(region)
         lse_ln = ptx.bits_float(Uint32(memory.load_global_int32(lse + line * 4)))
         words = memory.load_global_words(latent + line * (2 * numerics.LATENT_DIM) + Int64(thread) * 16)
-        slot = Int64(use % g.generations * g.dcp + rank) * g.capacity + Int64(row)
-        slot = slot * g.owner_heads + Int64(head - owner * g.owner_heads)
+        slot = value_line(g, use % g.generations, rank, row, head - owner * g.owner_heads)
         # The latent rows are stage 2's outputs, NaN already canonical; the product below may not keep a NaN's bits.
         lse_log2 = ptx.multiply(lse_ln, Float32(numerics.LOG2_E))
         word = ptx.replace_if_nan(ptx.float_bits(lse_log2), lse_ln, numerics.FP32_NAN)
