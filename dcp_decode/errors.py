@@ -45,9 +45,20 @@ class UnsupportedEnvironment(DcpDecodeError):
 
 
 class WrongResult(DcpDecodeError):
-    """A merged row left its derived error bound, or the needle test miscounted."""
+    """A merged row left its derived error bound, or the needle test miscounted.
+
+    error, bound, place: of the worst (row, head), where it is one of these that tells.
+    """
 
     exit_code = WRONG_RESULT
+
+    def __init__(
+        self, message: str, error: float | None = None, bound: float | None = None, place: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.error = error
+        self.bound = bound
+        self.place = place
 
 
 class WaitFailed(DcpDecodeError):

@@ -129,5 +129,7 @@ def _acceptance(histogram: list[int]) -> str:
 def _verdict(document: Mapping[str, Any]) -> str:
     if document["verified"] is None:
         return "not checked"
-    worst = f"worst error {document['worst_error']:.3%} of at most {document['error_bound']:.3%}"
-    return f"{'yes' if document['verified'] else 'NO'}, {document['checked_steps']} steps, {worst}"
+    verdict = f"{'yes' if document['verified'] else 'NO'}, {document['checked_steps']} steps"
+    if document["worst_error"] is None:
+        return verdict
+    return f"{verdict}, worst error {document['worst_error']:.3%} of at most {document['error_bound']:.3%}"

@@ -28,7 +28,16 @@ from pathlib import Path
 
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.environment import describe_device
-from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, DcpDecodeError, RankDied, WaitFailed
+from dcp_decode.errors import (
+    BAD_INPUT,
+    VERIFIED,
+    WAIT_EXPIRED,
+    WRONG_RESULT,
+    DcpDecodeError,
+    RankDied,
+    WaitFailed,
+    WrongResult,
+)
 from dcp_decode.forensics.black_box import black_box
 from dcp_decode.forensics.evidence import stacks_path, write_evidence
 from dcp_decode.records import Outcome, RankRecord, RankReport, write_record
@@ -73,9 +82,13 @@ class RankProcess:
         except DcpDecodeError as error:
             self._failure = error
             waits = error.expired_waits if isinstance(error, WaitFailed) else []
+            worst = {}
+            if isinstance(error, WrongResult):
+                worst = {"worst_error": error.error, "error_bound": error.bound, "worst_row": error.place}
             failure, trace = str(error), traceback.format_exc()
+            died = isinstance(error, RankDied)
             record = self._record(
-                "failed", error.exit_code, failure, consequence=isinstance(error, RankDied), expired_waits=waits
+                "failed", error.exit_code, failure, consequence=died, expired_waits=waits, worst=worst
             )
         except Exception as error:
             self._failure = error
@@ -152,7 +165,7 @@ class RankProcess:
 def _verdict(report: RankReport) -> tuple[int, str | None]:
     """Exit code and error of a body that came to its end."""
     if report.verified is False:
-        return WRONG_RESULT, f"wrong result: error {report.worst_error} is above its bound {report.error_bound}"
+        return WRONG_RESULT, report.error
     if report.refusals and len(report.refusals) == report.requests["in"]:
         count = len(report.refusals)
         return BAD_INPUT, f"{count} of {count} requests can never run; {report.refusals[0]}"

@@ -31,7 +31,8 @@ RECORDS_VARIABLE = "DCP_DECODE_RECORDS"  # folder that launch/*.sh hands to the 
 class RankReport:
     """What a rank's body returns: the figures of contract section 7, group-wide, the same on every rank.
 
-    fabric, device, family: as resolved. verified: None if nothing was checked, False is exit code 1. worst_error and
+    fabric, device, family: as resolved. verified: None if nothing was checked, False is exit code 1 and needs `error`,
+    the line that says what is wrong. worst_error and
     error_bound: of the worst (row, head) of all ranks by error / bound, which worst_row names. refusals: why requests
     were refused, one line each. acceptance: entry a counts the turns that kept a drafts. keys_per_row: smallest,
     median and largest count of selected keys a row and rank. stages: name -> {p50_us, p95_us, p99_us, samples},
@@ -59,13 +60,15 @@ class RankReport:
     fabric_reason: str = ""
     execution: dict[str, Any] | None = None
     measurements: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
 
 
 @dataclass(frozen=True)
 class RankRecord:
     """How one rank's process ended. ended: seconds since the epoch. error: one line; traceback only if crashed.
 
-    consequence: the error only repeats that a peer had died, so it is never a first cause.
+    consequence: the error only repeats that a peer had died, so it is never a first cause. worst: worst_error,
+    error_bound and worst_row of a wrong result that was raised, as far as it has them.
     """
 
     rank: int
@@ -81,6 +84,7 @@ class RankRecord:
     dead_peers: dict[str, str] = field(default_factory=dict)
     report: dict[str, Any] | None = None
     device: dict[str, Any] | None = None
+    worst: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ def conclude(plan: Plan, records: Mapping[int, RankRecord]) -> Conclusion:
             error = f"rank {cause.rank} died: {cause.error}"
     exit_code = VERIFIED if cause is None else cause.exit_code
     document = _document(plan, complete) | {"exit_code": exit_code, "error": error, "dead_ranks": list(dead)}
+    if cause is not None and exit_code == WRONG_RESULT:  # null would say that nothing was checked
+        document |= cause.worst | {"verified": False}
     return Conclusion(exit_code, error, dead, document)
 
 

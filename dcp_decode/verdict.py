@@ -44,10 +44,17 @@ class Verdict:
         row, head = divmod(int(use.flatten().argmax()), use.shape[1])
         return Worst(row, head, float(self.error_oracle[row, head]), float(self.bound_oracle[row, head]))
 
-    def require(self, label: str) -> None:
-        """Raise WrongResult, prefixed by `label`, unless every (row, head) passed."""
-        if not self.ok:
-            raise WrongResult(f"{label}: {self.problem}")
+    def require(self, label: str, place: str | None = None, first_row: int = 0) -> None:
+        """Raise WrongResult, prefixed by `label`, unless every (row, head) passed.
+
+        place, first_row: where these rows are, if not at `label`, and the number there of row 0.
+        """
+        if self.ok:
+            return
+        worst, message = self.worst, f"{label}: {self.problem}"
+        if not worst.error > 0:  # NaN, or a row that must be NaN: no error says how wrong it is
+            raise WrongResult(message)
+        raise WrongResult(message, worst.error, worst.bound, f"{place or label}, row {first_row + worst.row}")
 
 
 def judge(

@@ -92,7 +92,7 @@ class Verifier:
                 for run in runs:  # names the rank
                     self.check(step, [run])
             place = f"step {step}, layer {first.layer}, rank {first.rank}"
-            verdict.require(f"{place}, counting rows from {start}")
+            verdict.require(f"{place}, counting rows from {start}", place, start)
             loosest = float(verdict.bound_oracle.max())
             if not loosest < 1:  # NaN too
                 raise WrongResult(f"{place}: at these scales a row is allowed an error of {loosest:.3g} times its norm")

@@ -34,6 +34,7 @@ def report(verified: bool | None = True, digest: str = "stub") -> RankReport:
         steps=0,
         tokens=0,
         acceptance=[],
+        error="a row left its bound" if verified is False else None,
     )
 
 

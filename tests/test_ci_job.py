@@ -69,6 +69,13 @@ def test_red_with_an_injected_fault(fault: str, exit_code: int, error: str, caus
     assert failures["group"].startswith(error)
     assert cause in document["explanations"]["group.forensics.tar.gz"].splitlines()[0]
     page = (artifacts / "index.html").read_text()
+    run = json.loads((artifacts / "group.json").read_text())
+    if fault == "wrong-bit":
+        assert run["verified"] is False
+        assert run["worst_error"] > run["error_bound"] > 0
+        assert run["worst_row"].startswith("step 1, layer 0, rank 1, row ")
+    else:
+        assert (run["verified"], run["worst_error"]) == (None, None)
     assert "red: group" in page
     assert "group.forensics.tar.gz" in page
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from launch_stub import report
 
 from dcp_decode.cli import run_command
 from dcp_decode.config import load_config
 from dcp_decode.errors import BAD_INPUT, WAIT_EXPIRED, WRONG_RESULT, ConfigError
 from dcp_decode.mailbox import Stage
+from dcp_decode.presentation import publish
 from dcp_decode.records import RankRecord, make_plan, write_plan
 from dcp_decode.results import STAGE_ORDER, NotWritten, conclude, require_writable, write_document
 
@@ -58,6 +61,31 @@ def test_a_typed_failure_comes_before_the_deaths_that_it_brings(exit_code: int) 
     refused = RankRecord(1, 101, "host", "failed", exit_code, 5.0, "cache.pages = 0")
     conclusion = conclude(plan, {1: refused})
     assert (conclusion.exit_code, conclusion.error, conclusion.dead_ranks) == (exit_code, "cache.pages = 0", (0,))
+
+
+@pytest.mark.parametrize("numbers", [{}, {"worst_error": 0.5, "error_bound": 0.25, "worst_row": "step 1, row 2"}])
+def test_a_wrong_result_was_checked(numbers: dict[str, object]) -> None:
+    plan = make_plan("run", load_config(None, {"parallel.dcp": 2}), "builtin", None)
+    wrong = RankRecord(1, 101, "host", "failed", WRONG_RESULT, 5.0, "row 2 is wrong", worst=numbers)
+    document = conclude(plan, {0: expired(0, 1, "MERGE", 4, ended=1.0), 1: wrong}).document
+    assert document["verified"] is False
+    assert {key: document[key] for key in ("worst_error", "error_bound", "worst_row")} == {
+        "worst_error": None, "error_bound": None, "worst_row": None, **numbers
+    }  # fmt: skip
+    refused = RankRecord(1, 101, "host", "failed", BAD_INPUT, 5.0, "cache.pages = 0")
+    assert conclude(plan, {1: refused}).document["verified"] is None
+
+
+def test_a_wrong_result_of_rows_that_nobody_checked_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a soak whose digests differ, with the oracle off."""
+    plan = make_plan("soak", load_config(None, {"parallel.dcp": 2}), "builtin", "/dev/null")
+    unchecked = asdict(replace(report(verified=None), worst_error=None, error_bound=None))
+    ranks = {rank: RankRecord(rank, 100, "host", "ok", 0, 5.0, report=unchecked) for rank in range(2)}
+    conclusion = conclude(plan, ranks)
+    publish(replace(conclusion, document=conclusion.document | {"verified": False}), plan)
+    assert [line.split() for line in capsys.readouterr().out.splitlines() if "verified" in line] == [
+        ["verified", "NO,", "1", "steps"]
+    ]
 
 
 @pytest.mark.parametrize(("options", "error"), [(["--stopped"], "told to stop"), ([], "rank 0 died: ")])

@@ -351,8 +351,12 @@ def test_wrong_selection_is_found(
 ) -> None:
     select = RankState.select
     monkeypatch.setattr(RankState, "select", lambda *arguments: fault(select(*arguments)))
-    with pytest.raises(WrongResult, match=message):
+    with pytest.raises(WrongResult, match=message) as wrong:
         run_small()
+    place = None if fault is swap_positions else message.partition(", counting")[0]
+    found = wrong.value
+    assert (found.place and found.place.rpartition(", row ")[0]) == place
+    assert (found.error is None) is (found.bound is None) is (place is None)
 
 
 def test_drafts_that_are_not_appended_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,8 +365,9 @@ def test_drafts_that_are_not_appended_are_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         RankState, "append", lambda state, layer, batch: append(state, layer, replace(batch, rows=batch.rows[:-1]))
     )
-    with pytest.raises(WrongResult, match=r"step 0, .* rows from 5: row 4 head"):
+    with pytest.raises(WrongResult, match=r"step 0, .* rows from 5: row 4 head") as wrong:
         run_small()
+    assert (wrong.value.error, wrong.value.bound, wrong.value.place) == (None, None, None)  # the rows are NaN
 
 
 def test_a_rejected_draft_left_in_the_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
