@@ -1,4 +1,6 @@
-"""Mailboxes in symmetric memory: layout, arming and generations. The only place that computes a mailbox offset.
+"""Mailboxes in symmetric memory: layout, arming and generations. The only place that computes a mailbox's offset.
+
+Where a row lies inside one follows from its shape below; kernels compute that for their own registers.
 
 One region a rank, the same layout on every rank (G generations, D ranks, K top-k width, H = heads / D):
 
