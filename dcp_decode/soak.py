@@ -21,10 +21,10 @@ from typing import Any
 from dcp_decode.config import RunConfig
 from dcp_decode.errors import VERIFIED, WAIT_EXPIRED, WRONG_RESULT, ConfigError
 from dcp_decode.faults import FaultCounts, FaultPlan
-from dcp_decode.forensics.conclusion import conclude_folder
+from dcp_decode.forensics.conclusion import keep
 from dcp_decode.rank_process import Body
-from dcp_decode.records import Plan, write_plan
-from dcp_decode.results import Conclusion
+from dcp_decode.records import Plan, read_records, write_plan
+from dcp_decode.results import Conclusion, conclude
 from dcp_decode.scratch import scratch_folder
 from dcp_decode.supervisor import supervise
 
@@ -76,22 +76,18 @@ def soak(
             "mailbox.deadline_seconds", config.mailbox.deadline_seconds, f"must be at least {shortest:g} in a soak"
         )
     started = time.monotonic()
-    conclusion, first = _run_round(plan, config, FaultPlan(), make_body, 0)
+    conclusion, first = _run_round(plan, config, FaultPlan(), make_body, 0, None)
     on_round(first)
     total = FaultCounts()
     number = 0
     round_seconds = []
     while conclusion.exit_code == VERIFIED and (number == 0 or time.monotonic() - started < seconds):
         number += 1
-        conclusion, latest = _run_round(
-            plan, config, fault_plan(kinds, config.workload.seed, number), make_body, number
-        )
+        faults = fault_plan(kinds, config.workload.seed, number)
+        conclusion, latest = _run_round(plan, config, faults, make_body, number, first.digest)
         _add(total, latest.faults)
         round_seconds.append(latest.seconds)
         on_round(latest)
-        if conclusion.exit_code == VERIFIED and latest.digest != first.digest:
-            error = f"wrong result: digest {latest.digest} of round {number}, undisturbed it is {first.digest}"
-            conclusion = Conclusion(WRONG_RESULT, error, (), conclusion.document | _verdict(WRONG_RESULT, error))
     summary: dict[str, Any] = {
         "faults": list(kinds),
         "rounds": number,
@@ -132,8 +128,9 @@ def read_counts(folder: Path) -> FaultCounts:
 
 
 def _run_round(
-    plan: Plan, config: RunConfig, faults: FaultPlan, make_body: MakeBody, number: int
+    plan: Plan, config: RunConfig, faults: FaultPlan, make_body: MakeBody, number: int, undisturbed: str | None
 ) -> tuple[Conclusion, Round]:
+    """undisturbed: the digest of round 0, unless this is that one."""
     started = time.monotonic()
     with scratch_folder() as folder:
         write_plan(folder, plan)
@@ -144,18 +141,20 @@ def _run_round(
             wait_deadline_seconds=config.mailbox.deadline_seconds,
             control_deadline_seconds=config.mailbox.control_deadline_seconds,
         )
-        conclusion = conclude_folder(plan, folder)
-        if told_to_stop and conclusion.exit_code == VERIFIED:  # its ranks had ended before they heard of it
-            ended = {"exit_code": WAIT_EXPIRED, "error": "told to stop"}
-            conclusion = Conclusion(WAIT_EXPIRED, "told to stop", (), conclusion.document | ended)
+        conclusion = conclude(plan, read_records(folder))
+        digest = conclusion.document["digest"]
+        if conclusion.exit_code == VERIFIED and number > 0 and digest != undisturbed:
+            error = f"wrong result: digest {digest} of round {number}, undisturbed it is {undisturbed}"
+            verdict = {"verified": False, "exit_code": WRONG_RESULT, "error": error}
+            conclusion = Conclusion(WRONG_RESULT, error, (), conclusion.document | verdict)
+        elif conclusion.exit_code == VERIFIED and told_to_stop:  # its ranks had ended before they heard of it
+            verdict = {"exit_code": WAIT_EXPIRED, "error": "told to stop"}
+            conclusion = Conclusion(WAIT_EXPIRED, "told to stop", (), conclusion.document | verdict)
+        conclusion = keep(conclusion, plan, folder)  # while the folder is there
         counts = read_counts(folder)
-    return conclusion, Round(number, time.monotonic() - started, conclusion.document["digest"], counts)
+    return conclusion, Round(number, time.monotonic() - started, digest, counts)
 
 
 def _add(total: FaultCounts, more: FaultCounts) -> None:
     for one in fields(FaultCounts):
         setattr(total, one.name, getattr(total, one.name) + getattr(more, one.name))
-
-
-def _verdict(exit_code: int, error: str) -> dict[str, Any]:
-    return {"verified": False, "exit_code": exit_code, "error": error}

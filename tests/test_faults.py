@@ -23,6 +23,8 @@ from dcp_decode.config import load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.errors import VERIFIED, WAIT_EXPIRED, WRONG_RESULT
 from dcp_decode.faults import SENTINELS, Corruption, FaultPlan, Place, Sentinel
+from dcp_decode.forensics import archive
+from dcp_decode.forensics.diagnosis import diagnose
 from dcp_decode.rank_process import Body
 from dcp_decode.records import RankReport, make_plan
 
@@ -276,7 +278,7 @@ def test_a_short_soak(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("digest", ["undisturbed", "another"])
-def test_a_soak_fails_on_another_digest(digest: str) -> None:
+def test_a_soak_fails_on_another_digest(digest: str, tmp_path: Path) -> None:
     config = load_config(None, {"model.heads": 16, "parallel.dcp": 2})
 
     def make_body(faults: FaultPlan, _folder: Path) -> Body:
@@ -285,7 +287,7 @@ def test_a_soak_fails_on_another_digest(digest: str) -> None:
 
     seen: list[int] = []
     conclusion = rounds.soak(
-        make_plan("soak", config, "builtin", None),
+        make_plan("soak", config, "builtin", str(tmp_path / "soak.json")),
         config,
         ("delays",),
         3.0,
@@ -298,9 +300,13 @@ def test_a_soak_fails_on_another_digest(digest: str) -> None:
     if not equal:
         assert conclusion.error == "wrong result: digest another of round 2, undisturbed it is undisturbed"
         assert seen == [0, 1, 2]
+        assert conclusion.document["first_cause"]["kind"] == "wrong data"
+        archived = archive.read(Path(conclusion.document["forensics"]))
+        assert diagnose(archived).sentence == archived.document.error == conclusion.error
+        assert archived.records.keys() == {0, 1}
 
 
-def test_a_soak_that_is_told_to_stop_as_a_round_ends_starts_no_other() -> None:
+def test_a_soak_that_is_told_to_stop_as_a_round_ends_starts_no_other(tmp_path: Path) -> None:
     config = load_config(None, {"model.heads": 16, "parallel.dcp": 2})
 
     def body(_: ControlPlane) -> RankReport:
@@ -310,7 +316,7 @@ def test_a_soak_that_is_told_to_stop_as_a_round_ends_starts_no_other() -> None:
 
     seen: list[int] = []
     conclusion = rounds.soak(
-        make_plan("soak", config, "builtin", None),
+        make_plan("soak", config, "builtin", str(tmp_path / "soak.json")),
         config,
         ("delays",),
         3.0,
@@ -318,6 +324,7 @@ def test_a_soak_that_is_told_to_stop_as_a_round_ends_starts_no_other() -> None:
         lambda one: seen.append(one.number),
     )
     assert (seen, conclusion.exit_code, conclusion.error) == ([0], WAIT_EXPIRED, "told to stop")
+    assert conclusion.document["forensics"] == str(tmp_path / "soak.forensics.tar.gz")
 
 
 def test_a_soak_refuses_what_it_cannot_survive(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def diagnose(case: Case) -> Diagnosis:
     wrong = next((record for record in records if record.exit_code == WRONG_RESULT), None)
     if wrong is not None:
         return Diagnosis("wrong data", wrong.rank, f"rank {wrong.rank}: {wrong.error}")
+    if case.document.exit_code == WRONG_RESULT:  # of the run as a whole, such as a digest: every rank ended well
+        return Diagnosis("wrong data", None, str(case.document.error))
     states = states_seen(case)
     for record in records:
         if record.outcome in ("crashed", "killed"):
