@@ -13,15 +13,16 @@ from checkpoint_document import document, point
 
 from dcp_decode.checkpoint import summary
 from dcp_decode.checkpoint.points import Shape, geometry_of, own_shape, plan_points
-from dcp_decode.checkpoint.presentation import default_output, points_table
+from dcp_decode.checkpoint.presentation import default_output, points_table, publish
 from dcp_decode.checkpoint.summary import notes
 from dcp_decode.checkpoint.variants import best_layout
 from dcp_decode.checkpoint.wire import MEASURED_HOPS, PEER_BYTES_PER_MICROSECOND, hop_us, wire_of
 from dcp_decode.cli import run_command
 from dcp_decode.config import load_config
-from dcp_decode.errors import BAD_INPUT, ConfigError, UnsupportedEnvironment
+from dcp_decode.errors import BAD_INPUT, WRONG_RESULT, ConfigError, UnsupportedEnvironment
 from dcp_decode.geometry import Geometry
 from dcp_decode.records import RankRecord, RankReport, make_plan, read_plan, write_plan, write_record
+from dcp_decode.results import Conclusion
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "latency_checkpoint.toml"
 
@@ -134,6 +135,50 @@ def test_conclusion_of_ranks_is_shown_as_a_checkpoint(tmp_path: Path, capsys: py
     written = json.loads(output.read_text())
     assert (written["command"], written["fabric"], written["ranks"]) == ("checkpoint", "nvshmem", 2)
     assert len(written["points"]) == len(made["points"])
+
+
+def published(html: Path, tmp_path: Path, **changed: object) -> None:
+    """A checkpoint that failed, as its command ends."""
+    made = document() | {"exit_code": WRONG_RESULT, "error": "a row is wrong"} | changed
+    plan = make_plan("checkpoint", load_config(CONFIG), "builtin", str(tmp_path / "checkpoint.json"))
+    publish(Conclusion(WRONG_RESULT, "a row is wrong", (), made), plan, html)
+
+
+@pytest.mark.parametrize(
+    ("html", "changed", "reason"),
+    [
+        ("file/report.html", {}, "File exists"),
+        ("/dev/full", {}, "No space left on device"),
+        ("report.html", {"platform": {"copy_terabytes_per_second": 4.2}}, "LookupError: "),
+    ],
+)
+def test_report_that_cannot_be_written_hides_neither_error_nor_document(
+    html: str, changed: dict[str, object], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    published(tmp_path / html, tmp_path, **changed)
+    captured = capsys.readouterr()
+    first, second = captured.err.splitlines()
+    assert first.startswith(f"no HTML report {tmp_path / html}: {reason}")
+    assert second == "error: a row is wrong"
+    assert captured.out.splitlines()[-1] == str(tmp_path / "checkpoint.json")
+
+
+def test_report_s_folder_is_made(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    published(tmp_path / "new" / "folder" / "report.html", tmp_path)
+    assert (tmp_path / "new" / "folder" / "report.html").is_file()
+
+
+def test_report_that_cannot_be_written_is_refused_before_the_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run_command(["checkpoint", "--html", str(tmp_path / "file" / "report.html")]) == BAD_INPUT
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: --html = ")
+    assert captured.err.endswith("must be a file that can be written (Not a directory)\n")
 
 
 def test_document_that_is_no_checkpoint_is_not_rendered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,9 @@ from dcp_decode.checkpoint import summary
 from dcp_decode.errors import BAD_INPUT
 from dcp_decode.presentation import plain_console
 from dcp_decode.records import Plan
-from dcp_decode.results import Conclusion, write_document
+from dcp_decode.results import Conclusion, write_document, write_whole
+
+UNREADABLE = (LookupError, TypeError, ValueError)  # of a document of another version
 
 
 def publish(conclusion: Conclusion, plan: Plan, html: Path | None) -> None:
@@ -35,14 +37,21 @@ def publish(conclusion: Conclusion, plan: Plan, html: Path | None) -> None:
         for line in summary.notes(document):
             console.print(line, soft_wrap=True)
         sys.stdout.flush()
-        render(path, document, html)
+        try:
+            render(path, document, html)
+        except (OSError, *UNREADABLE) as error:  # hides neither the error below nor where the document is
+            why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            print(f"no HTML report {report_path(path, html)}: {why}", file=sys.stderr, flush=True)
     if conclusion.error is not None:
         print(f"error: {conclusion.error}", file=sys.stderr, flush=True)
     print(path, flush=True)
 
 
 def render(path: Path, document: Mapping[str, Any], html: Path | None) -> None:
-    """Write the report to `html`, or beside the document; without its packages say so and go on."""
+    """Write the report to `html`, or beside the document; without its packages say so and go on.
+
+    Raises OSError, or one of UNREADABLE for a document that lacks what the report shows.
+    """
     try:
         from dcp_decode.checkpoint.report import render_report
     except ModuleNotFoundError as error:
@@ -52,9 +61,14 @@ def render(path: Path, document: Mapping[str, Any], html: Path | None) -> None:
             file=sys.stderr,
         )
         return
-    target = html or path.with_suffix(".html")
-    target.write_text(render_report(document))
+    target = report_path(path, html)
+    write_whole(target, render_report(document))
     print(f"report: {target}", file=sys.stderr, flush=True)
+
+
+def report_path(path: Path, html: Path | None) -> Path:
+    """Where the report of a document is written."""
+    return html or path.with_suffix(".html")
 
 
 def default_output(document: Mapping[str, Any], started: float) -> str:

@@ -11,6 +11,7 @@ import click
 from dcp_decode.commands.options import FiniteRange, launch_options, prepare_launch
 from dcp_decode.config import RunConfig, load_config
 from dcp_decode.errors import ConfigError, UnsupportedEnvironment
+from dcp_decode.results import require_writable_file
 
 if TYPE_CHECKING:
     from dcp_decode.control.plane import ControlPlane
@@ -67,6 +68,8 @@ def checkpoint(
     configured = _place(
         config or LATENCY_CHECKPOINT, {key: value for key, value in overrides.items() if value is not None}
     )
+    if html is not None:
+        require_writable_file("--html", html)
     if slowdown and configured.checkpoint.mode == "group":
         raise ConfigError("--slowdown", slowdown, "needs checkpoint.mode = solo or loopback, not group")
     if prepare is not None:  # launch/*.sh: leave the plan for `conclude`, say how many ranks to start
@@ -105,7 +108,7 @@ def _run_rank(config: RunConfig, quick: bool, slowdown: float, control: ControlP
 def _render(document: Path, html: Path | None) -> int:
     import json
 
-    from dcp_decode.checkpoint.presentation import render
+    from dcp_decode.checkpoint.presentation import UNREADABLE, render
     from dcp_decode.inputs import read_input
 
     try:
@@ -116,7 +119,7 @@ def _render(document: Path, html: Path | None) -> int:
         raise ConfigError("--render", str(document), "must be a checkpoint's JSON document with points")
     try:
         render(document, content, html)
-    except (LookupError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         what = f"must be a document of this version ({type(error).__name__}: {error})"
         raise ConfigError("--render", str(document), what) from None
     return 0
