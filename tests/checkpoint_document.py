@@ -79,7 +79,11 @@ def document() -> dict[str, Any]:
     return {
         "schema": 1,
         "command": "checkpoint",
-        "config": {"model": {"layers": 24}},
+        "config": {
+            "model": {"layers": 24, "heads": 96, "topk": 2048},
+            "service": {"draft_tokens": 4},
+            "parallel": {"dcp": 8},
+        },
         "seed": 1,
         "commit": "0123456789abcdef",
         "dirty": False,

@@ -18,12 +18,13 @@ from dcp_decode.checkpoint import peer_timing  # noqa: E402
 from dcp_decode.checkpoint.gate import Gate, Passed, passed_by_all  # noqa: E402
 from dcp_decode.checkpoint.peers import PeerSkipped  # noqa: E402
 from dcp_decode.checkpoint.peers.plain_torch import PlainTorch  # noqa: E402
-from dcp_decode.checkpoint.ranks import BenchRanks  # noqa: E402
+from dcp_decode.checkpoint.ranks import SOLO_RANK, BenchRanks  # noqa: E402
 from dcp_decode.checkpoint.timing import Subject  # noqa: E402
 from dcp_decode.errors import WaitFailed, WrongResult  # noqa: E402
 from dcp_decode.kernels.sparse_layout import sparse_config  # noqa: E402
 from dcp_decode.mailbox import CONTROL_BYTES, Stage  # noqa: E402
 from dcp_decode.verdict import Worst  # noqa: E402
+from dcp_decode.waits import Wait, write_record  # noqa: E402
 
 FAMILY = "seed"
 CONFIG = sparse_config(GEOMETRY, SHAPE.batch)
@@ -167,28 +168,29 @@ def test_formats_of_the_peers_hold_the_same_values() -> None:
 
 
 def test_expired_wait_is_not_forgotten_by_the_next_preparation() -> None:
-    ranks = bench_ranks()
-    ranks.prepare_chain()
-    ranks.mailboxes[1][0].abort_word.fill_(1)
-    ranks.prepare_chain()
-    with pytest.raises(WaitFailed, match="point: a mailbox wait expired while timing"):
-        ranks.require_no_expired_wait("point")
+    for prepare in (BenchRanks.prepare_chain, BenchRanks.prepare_fused):
+        ranks = bench_ranks()
+        prepare(ranks)
+        ranks.mailboxes[1][0].abort_word.fill_(1)
+        ranks.prepare_chain()
+        with pytest.raises(WaitFailed, match=r"^point: a mailbox wait expired$"):
+            ranks.require_no_expired_wait("point")
 
 
-def test_expired_wait_of_the_fused_chain_is_told_apart_from_others() -> None:
+def test_rows_of_an_expired_wait_are_no_wrong_result_and_it_is_told() -> None:
     ranks = bench_ranks()
-    ranks.prepare_fused()
-    ranks.mailboxes[1][0].abort_word.fill_(1)
-    ranks.prepare_chain()
-    ranks.require_no_expired_wait("point")
-    assert ranks.fused_wait_expired()
-    ranks.forget_expired_waits()
-    assert not ranks.fused_wait_expired()
-    ranks.prepare_chain()
-    ranks.mailboxes[1][0].abort_word.fill_(1)
-    assert not ranks.fused_wait_expired()
-    with pytest.raises(WaitFailed):
-        ranks.require_no_expired_wait("point")
+    honest = subject_named(ranks, "chain")
+    wait = Wait("SPARSE", SOLO_RANK, 1, 0, 2, 3, 0, -1, 4, 5)
+
+    def expiring(layer: int) -> None:
+        honest.launch(layer)
+        ranks.merged.zero_()
+        write_record(ranks.mailboxes_of(layer)[0], wait)
+
+    with pytest.raises(WaitFailed) as failure:
+        Gate(ranks).check_chain(replace(honest, launch=expiring), CONFIG, "point")
+    assert str(failure.value) == f"point, layer 0: a mailbox wait expired; {wait}"
+    assert failure.value.expired_waits == [wait.as_dict()]
 
 
 def checked(ranks: BenchRanks, spoil: Callable[[torch.Tensor, torch.Tensor], None]) -> float:

@@ -26,14 +26,15 @@ from dcp_decode.checkpoint.peers.triton_split_kv import TritonSplitKv  # noqa: E
 from dcp_decode.checkpoint.points import Shape  # noqa: E402
 from dcp_decode.checkpoint.presentation import points_table  # noqa: E402
 from dcp_decode.checkpoint.rank import report_of  # noqa: E402
-from dcp_decode.checkpoint.summary import notes  # noqa: E402
+from dcp_decode.checkpoint.summary import notes, own_points, scalings  # noqa: E402
 from dcp_decode.checkpoint.timing import Series, Subject  # noqa: E402
 from dcp_decode.config import RunConfig, load_config  # noqa: E402
-from dcp_decode.errors import WrongResult  # noqa: E402
+from dcp_decode.errors import WaitFailed, WrongResult  # noqa: E402
 from dcp_decode.fabric.placement import Placement  # noqa: E402
 from dcp_decode.geometry import Geometry  # noqa: E402
 
 LAYERS = 6
+PLACEMENT = Placement("loopback", torch.device("cpu"), False, "")
 
 
 class Clock:
@@ -90,6 +91,10 @@ def run(config: RunConfig, quick: bool = False, slowdown: float = 0.0) -> tuple[
     measured = checkpoint.run(lambda done, total, line: lines.append(f"{done}/{total} {line}"))
     json.dumps(measured.keys, allow_nan=False)
     return measured, lines
+
+
+def document_of(config: RunConfig, measured: measure.Measurements) -> dict[str, Any]:
+    return measured.keys | {"config": config.model_dump()}
 
 
 def entries(keys: dict[str, Any], **wanted: object) -> list[dict[str, Any]]:
@@ -173,10 +178,86 @@ def test_point_with_a_wrong_result_is_named_and_fails_the_checkpoint(monkeypatch
         "3 x 16, 16 heads, hot, sparse_decode, layer 0, rank 1: row 2 head 0"
     )
     assert lines[-1].startswith("6/6 WRONG 3 x 16, 16 heads, cold")
-    report = report_of(Placement("loopback", torch.device("cpu"), False, ""), measured)
+    report = report_of(PLACEMENT, small_config(), measured)
     assert report.verified is False
+    assert report.error == measured.keys["failures"][0]
+    assert report.worst_error > report.error_bound
+    assert report.worst_row == "3 x 16, 16 heads, hot, sparse_decode, layer 0, rank 1, row 2"
+    assert report.stages.keys() == measured.keys["points"][0]["stages"].keys()
     assert report.family == "probabilities"
-    assert report_of(Placement("loopback", torch.device("cpu"), False, ""), run(small_config(), True)[0]).verified
+    right = report_of(PLACEMENT, small_config(), run(small_config(), True)[0])
+    assert (right.verified, right.error) == (True, None)
+
+
+def test_own_point_that_failed_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ranks.run_sparse
+
+    def wrong_for_two_rows(config: Any, mailbox: Any, kv: Any, *others: Any) -> None:
+        honest(config, mailbox, kv, *others)
+        if mailbox.geometry.capacity == 2:
+            mailbox.layout.payload.view(mailbox.memory.regions[0])[0, 1, 0, 0, 0] += 1
+
+    monkeypatch.setattr(ranks, "run_sparse", wrong_for_two_rows)
+    measured, _ = run(small_config())
+    report = report_of(PLACEMENT, small_config(), measured)
+    assert (report.verified, report.stages) == (False, {})
+    document = document_of(small_config(), measured) | {"verified": False}
+    assert own_points(document) == {}
+    assert [(curve.axis, curve.l2, curve.extents) for curve in scalings(document)] == [
+        ("batch", l2, [1, 3]) for l2 in ("hot", "cold")
+    ]
+    assert sum(line.startswith("WRONG RESULT") for line in notes(document)) == 2
+    pytest.importorskip("matplotlib")
+    from dcp_decode.checkpoint.report import render_report
+
+    with pytest.raises(LookupError, match="own point was not measured"):
+        render_report(document)
+
+
+def test_checkpoint_whose_points_all_fail_after_their_gates_is_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: measure._PointRun) -> None:
+        raise WrongResult("a variant left other bits after the timing")
+
+    monkeypatch.setattr(measure._PointRun, "_sweep", fail)
+    config = small_config(**{"checkpoint.batches": [], "checkpoint.compared_batches": []})
+    measured, _ = run(config)
+    report = report_of(PLACEMENT, config, measured)
+    assert (report.verified, report.stages, report.checked_steps) == (False, {}, 0)
+    assert report.error == "a variant left other bits after the timing"
+    assert (report.worst_error, report.error_bound) == (None, None)
+
+
+@pytest.mark.parametrize(("launched", "label"), [("run_chain", "fused_chain"), ("run_sparse", "_bulk")])
+def test_expired_wait_of_an_alternative_ends_the_checkpoint_as_a_wait(
+    launched: str, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its gate, where it also leaves wrong rows."""
+    honest = getattr(ranks, launched)
+
+    def expiring(config: Any, mailbox: Any, *others: Any) -> None:
+        honest(config, mailbox, *others)
+        if launched == "run_chain" or "bulk" in config.name:
+            mailbox.layout.payload.view(mailbox.memory.regions[0])[0, 1, 0, 0, 0] += 1
+            mailbox.abort_word.fill_(1)
+
+    monkeypatch.setattr(ranks, launched, expiring)
+    with pytest.raises(WaitFailed, match=f"2 x 16, 16 heads, hot, .*{label}.*: a mailbox wait expired"):
+        run(small_config())
+
+
+def test_expired_wait_of_the_fused_chain_while_timing_ends_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ranks.run_chain
+    calls = []
+
+    def expiring(config: Any, mailbox: Any, *others: Any) -> None:
+        honest(config, mailbox, *others)
+        calls.append(None)
+        if len(calls) == LAYERS:  # four of them were at the gate
+            mailbox.abort_word.fill_(1)
+
+    monkeypatch.setattr(ranks, "run_chain", expiring)
+    with pytest.raises(WaitFailed, match="2 x 16, 16 heads, hot, while timing: a mailbox wait expired"):
+        run(small_config(), quick=True)
 
 
 def test_wrong_variant_is_left_out_of_the_sweep_and_its_point_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +267,6 @@ def test_wrong_variant_is_left_out_of_the_sweep_and_its_point_stays(monkeypatch:
         honest(config, mailbox, *others)
         if "bulk" in config.name:
             mailbox.layout.payload.view(mailbox.memory.regions[0])[0, 1, 0, 0, 0] += 1
-            mailbox.abort_word.fill_(1)
 
     monkeypatch.setattr(ranks, "run_sparse", wrong_in_bulk)
     keys = run(small_config(**{"checkpoint.batches": [], "checkpoint.compared_batches": []}))[0].keys
@@ -289,6 +369,27 @@ def test_a_point_s_memory_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [reference() for reference in alive] == [None, None]
 
 
+def test_a_failed_point_s_memory_goes_with_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = []
+    honest, made = ranks.run_chain, measure.BenchRanks
+
+    def remembered(*arguments: Any) -> ranks.BenchRanks:
+        alive.append(weakref.ref(bench := made(*arguments)))
+        return bench
+
+    def wrong(config: Any, mailbox: Any, *others: Any) -> None:
+        honest(config, mailbox, *others)
+        others[4][0, 0, 0] += 1
+
+    monkeypatch.setattr(measure, "BenchRanks", remembered)
+    monkeypatch.setattr(ranks, "run_chain", wrong)
+    checkpoint = measure.Checkpoint(small_config(), True, 0.0)
+    checkpoint.run(lambda *_: None)
+    gc.collect()
+    assert len(checkpoint.failures) == 2
+    assert [reference() for reference in alive] == [None, None]
+
+
 def test_checkpoint_without_one_right_point_is_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "run_value", lambda config, mailbox, merged, *others: merged.zero_())
     with pytest.raises(WrongResult, match="2 x 16, 16 heads, hot, chain"):
@@ -296,8 +397,8 @@ def test_checkpoint_without_one_right_point_is_a_wrong_result(monkeypatch: pytes
 
 
 def test_document_of_a_measurement_is_shown_as_a_table() -> None:
-    keys = run(small_config(), quick=True)[0].keys
-    document = keys | {"verified": True, "worst_error": 0.02, "error_bound": 0.03}
+    measured = run(small_config(), quick=True)[0]
+    document = document_of(small_config(), measured) | {"verified": True, "worst_error": 0.02, "error_bound": 0.03}
     assert points_table(document).row_count == 2
     assert any(line.startswith("verify step of 6 layers in one graph, chain, 2 x 16") for line in notes(document))
 

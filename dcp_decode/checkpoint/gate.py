@@ -55,11 +55,11 @@ class Gate:
         self._merged = cache(self._merge)
 
     def check_sparse(self, subject: Subject, config: DecodeConfig, label: str) -> Passed:
-        """A sparse decode alone, on its route. Raises WrongResult, naming label, layer, row and head."""
+        """A sparse decode alone, on its route. Raises WrongResult, naming label, layer, row and head, or WaitFailed."""
         verdicts, outputs = [], []
         for layer in self.layers:
             subject.prepare()
-            self._launch(subject, layer)
+            self._launch(subject, layer, label)
             for index, mailbox in enumerate(self.ranks.mailboxes_of(layer)):
                 expected = self.partial(layer, index, config.family)
                 if config.push:
@@ -75,12 +75,12 @@ class Gate:
         return passed_by(verdicts, outputs)
 
     def check_chain(self, subject: Subject, config: DecodeConfig, label: str) -> Passed:
-        """A whole chain, of one launch or several. Raises WrongResult, also for mailbox words left unarmed."""
+        """A whole chain, of one launch or several. Raises WrongResult, also for words left unarmed, or WaitFailed."""
         verdicts, outputs = [], []
         for first in self.layers:
             subject.prepare()
             for layer in range(first, self.problem.layers, self.ranks.copies):
-                self._launch(subject, layer)
+                self._launch(subject, layer, label)
                 for index, rank in enumerate(self.ranks.ranks):
                     merged = self.ranks.merged[index]
                     verdict = oracle.verify_merged(merged, self._merged(layer, index, config.family))
@@ -91,10 +91,11 @@ class Gate:
                 self._require_armed(mailbox.memory.local, f"{label}, layer {first}, rank {mailbox.rank}")
         return passed_by(verdicts, outputs)
 
-    def _launch(self, subject: Subject, layer: int) -> None:
+    def _launch(self, subject: Subject, layer: int, label: str) -> None:
         self.ranks.poison()
         subject.launch(layer)
         self.ranks.synchronize()
+        self.ranks.require_no_expired_wait(f"{label}, layer {layer}")  # the rows that it leaves are no wrong result
 
     def _pushed(self, regions: tuple[torch.Tensor, ...], source: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A source's partial rows BF16 [B, heads, 512] and base-2 LSE [B, heads], gathered from their owners."""

@@ -242,7 +242,7 @@ class GroupCheckpoint:
         chains = [subject for subject in subjects if subject is not None and subject.name in names]
         own = Stopwatch(self.layers).measure(chains, self.samples, self.seed)
         label = f"{point.shape}, {point.l2}, solo"
-        bench.require_no_expired_wait(label)
+        bench.require_no_expired_wait(f"{label}, while timing")
         ranks = self.control.all_gather({name: series.layer for name, series in own.items()}, f"times of {label}")
         slowest = {name: slowest_rank(np.array([times[name] for times in ranks]))[0] for name in own}
         return {f"solo_{name}": stage_statistics(times * 1e-6) for name, times in slowest.items()}

@@ -47,11 +47,15 @@ STEP_ALLOWANCE = 1.05  # a verify step in one graph against its layers
 
 @dataclass(frozen=True)
 class Measurements:
-    """What a checkpoint brings. passed: the gate that was closest to its bound. keys: of the document."""
+    """What a checkpoint brings. passed: the gate that was closest to its bound. keys: of the document.
+
+    wrong: the first gate that was not passed, if any.
+    """
 
     passed: Passed
     family: str
     keys: dict[str, Any]
+    wrong: WrongResult | None = None
 
 
 class Checkpoint:
@@ -78,7 +82,7 @@ class Checkpoint:
         self.sweep: list[dict[str, Any]] = []
         self.steps: list[dict[str, Any]] = []
         self.passed: list[Passed] = []
-        self.failures: list[str] = []
+        self.failures: list[WrongResult] = []
 
     def run(self, on_progress: ShowPoint) -> Measurements:
         """Measure all points. Raises WrongResult if not one gate was passed, WaitFailed if a mailbox wait expired."""
@@ -89,7 +93,7 @@ class Checkpoint:
             try:
                 entry = _PointRun(self, point).measure()
             except WrongResult as error:  # fails the checkpoint; what other points show is kept
-                self.failures.append(str(error))
+                self.note(error)
                 on_progress(done + 1, len(planned), f"WRONG {error}")
             else:
                 self.points.append(entry)
@@ -97,13 +101,13 @@ class Checkpoint:
             gc.collect()
             torch.cuda.empty_cache()
         if not self.passed:
-            raise WrongResult(self.failures[0])
+            raise self.failures[0]
         clocks.append(describe_device("cuda")["clocks"])
         geometry = geometry_of(self.config, own_shape(self.config))
         worst = max(self.passed, key=lambda one: one.share)
         keys = {
             "points": self.points,
-            "failures": self.failures,
+            "failures": [str(failure) for failure in self.failures],
             "profile": "quick" if self.quick else "full",
             "mode": self.mode,
             "step": self.steps,
@@ -114,7 +118,11 @@ class Checkpoint:
             "wire": asdict(wire_of(geometry, own_shape(self.config).batch)) | {"source": SOURCE},
         }
         family = default_config(geometry, own_shape(self.config), self.push, self.architecture).family
-        return Measurements(worst, family, keys)
+        return Measurements(worst, family, keys, next(iter(self.failures), None))
+
+    def note(self, failure: WrongResult) -> None:
+        """Fail the checkpoint. The failure's frames, with the memory of its point, go."""
+        self.failures.append(failure.with_traceback(None))
 
     def layers_of(self, geometry: Geometry, batch: int, ranks: int) -> int:
         """Layers of a chain's graph: the model's, or as many whose mailboxes leave L2 room for the keys."""
@@ -155,11 +163,7 @@ class _PointRun:
         gather = floors.fastest_gather(self.ranks, self.stopwatch, TUNING_SAMPLES)
         floor_subjects += [gather] if gather is not None else []
         series = self.stopwatch.measure([*measured, *floor_subjects], checkpoint.samples, checkpoint.seed)
-        self.ranks.require_no_expired_wait(label)
-        if self.ranks.fused_wait_expired():
-            checkpoint.failures.append(f"{label}, fused_chain: a mailbox wait expired while timing, so it is left out")
-            self.ranks.forget_expired_waits()
-            fused = {}
+        self.ranks.require_no_expired_wait(f"{label}, while timing")
         _require_same_bits(before, self._pass_gate(stages, f"{label}, after the timing"), label)
         stages += [subject for subject, passed in fused.items() if self._passes_again(subject, passed, label)]
         peers = [self._peer_entry(one, series[one.subject.name]) for one in timed] + skipped
@@ -262,7 +266,7 @@ class _PointRun:
         before = pass_gate("")
         subjects = [subject for subject in subjects if subject.name in before]
         series = self.stopwatch.measure(subjects, SWEEP_SAMPLES, self.checkpoint.seed)
-        self.ranks.require_no_expired_wait(label)
+        self.ranks.require_no_expired_wait(f"{label}, while timing variants")
         after = pass_gate(", after the timing")
         _require_same_bits({name: before[name] for name in after}, after, label)
         shape = self.point.shape
@@ -288,8 +292,7 @@ class _PointRun:
         try:
             return check(subject, config, label)
         except WrongResult as error:
-            self.checkpoint.failures.append(str(error))
-            self.ranks.forget_expired_waits()
+            self.checkpoint.note(error)
             return None
 
     def _step(self, stage: str, chain: Series) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from dcp_decode.config import RunConfig
 from dcp_decode.geometry import Geometry
@@ -38,7 +39,13 @@ class Point:
 
 def own_shape(config: RunConfig) -> Shape:
     """The model's own point: one request's verify rows and an even share of its top-k."""
-    return Shape(config.service.draft_tokens + 1, config.model.heads, max(1, config.model.topk // config.parallel.dcp))
+    return own_shape_in(config.model_dump())
+
+
+def own_shape_in(config: Mapping[str, Any]) -> Shape:
+    """The same of a config as a document holds it. Raises LookupError if it lacks what that needs."""
+    service, model, parallel = config["service"], config["model"], config["parallel"]
+    return Shape(service["draft_tokens"] + 1, model["heads"], max(1, model["topk"] // parallel["dcp"]))
 
 
 def plan_points(config: RunConfig, quick: bool = False) -> list[Point]:

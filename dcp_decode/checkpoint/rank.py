@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dcp_decode.checkpoint import summary
 from dcp_decode.checkpoint.progress import progress_lines
 from dcp_decode.config import RunConfig
 from dcp_decode.control.plane import ControlPlane
@@ -25,7 +26,7 @@ def run_single_process(config: RunConfig, quick: bool, slowdown: float, control:
 
     with progress_lines() as on_progress:
         measured = Checkpoint(config, quick, slowdown).run(on_progress)
-    return report_of(placement, measured)
+    return report_of(placement, config, measured)
 
 
 def run_group_rank(config: RunConfig, quick: bool, control: ControlPlane) -> RankReport:
@@ -45,7 +46,7 @@ def run_group_rank(config: RunConfig, quick: bool, control: ControlPlane) -> Ran
         fabric.abandon()
         raise
     fabric.close()
-    return report_of(placement, measured)
+    return report_of(placement, config, measured)
 
 
 def refuse_shared_gpu(placement: Placement, dcp: int) -> None:
@@ -57,17 +58,24 @@ def refuse_shared_gpu(placement: Placement, dcp: int) -> None:
         )
 
 
-def report_of(placement: Placement, measured: Measurements) -> RankReport:
-    """The figures of contract section 7; the checkpoint's own keys stay beside them."""
-    passed, keys = measured.passed, measured.keys
-    own = keys["points"][0]
+def report_of(placement: Placement, config: RunConfig, measured: Measurements) -> RankReport:
+    """The figures of contract section 7; the checkpoint's own keys stay beside them.
+
+    stages: of the own point with its keys in L2, none if that has failed. A failed checkpoint's worst (row, head) is
+    that of its first failure.
+    """
+    passed, wrong, keys = measured.passed, measured.wrong, measured.keys
+    own = summary.own_points({"config": config.model_dump(), "points": keys["points"]}).get("hot")
+    stages = {} if own is None else own["stages"]
     return RankReport(
         fabric=placement.fabric,
         device="cuda",
         family=measured.family,
-        verified=not keys["failures"],
-        worst_error=passed.worst.error,
-        error_bound=passed.worst.bound,
+        verified=wrong is None,
+        error=None if wrong is None else str(wrong),
+        worst_error=passed.worst.error if wrong is None else wrong.error,
+        error_bound=passed.worst.bound if wrong is None else wrong.bound,
+        worst_row=None if wrong is None else wrong.place,
         checked_steps=len(keys["points"]),
         digest=passed.digest,
         requests={},
@@ -75,9 +83,7 @@ def report_of(placement: Placement, measured: Measurements) -> RankReport:
         steps=0,
         tokens=0,
         acceptance=[],
-        stages={
-            name: {key: of for key, of in stage.items() if key != "rounds_us"} for name, stage in own["stages"].items()
-        },
+        stages={name: {key: of for key, of in stage.items() if key != "rounds_us"} for name, stage in stages.items()},
         fabric_reason=placement.reason,
         measurements=keys,
     )

@@ -33,6 +33,7 @@ from dcp_decode.kernels.sparse import compile_sparse
 from dcp_decode.kernels.sparse_layout import DecodeConfig
 from dcp_decode.kernels.value import compile_value, compile_value_push
 from dcp_decode.mailbox import ABORT_OFFSET, CONTROL_BYTES, Mailbox, MailboxLayout, Section, Stage
+from dcp_decode.waits import read_record
 
 Launch = Callable[[int], None]
 
@@ -86,8 +87,6 @@ class BenchRanks:
         self.latent = torch.randn(latent, device=device).to(torch.bfloat16)
         self.lse_ln = torch.randn((len(ranks), self.batch, g.padded_heads), device=device)
         self.expired = torch.zeros(self.copies, len(ranks), dtype=torch.int32, device=device)
-        self.expired_fused = torch.zeros_like(self.expired)  # in launches of the fused chain
-        self._fused_ran = False  # since the last preparation
         self._alone = self._image(set(range(g.dcp)), chain=False)
         self._chained = self._image(others, chain=True)
         self._fused = self._image(others, chain=True, credits=True)
@@ -203,26 +202,17 @@ class BenchRanks:
             torch.cuda.synchronize(self.device)
 
     def require_no_expired_wait(self, label: str) -> None:
-        """Raises WaitFailed if a wait expired in any launch so far but those of the fused chain."""
+        """Raises WaitFailed if a wait expired in any launch so far, with who waited if it was since `prepare`."""
         self._note_expired()
         if bool(self.expired.any()):
-            raise WaitFailed(f"{label}: a mailbox wait expired while timing")
-
-    def fused_wait_expired(self) -> bool:
-        """Whether a wait expired in the fused chain: its times then say nothing, those of the others stand."""
-        self._note_expired()
-        return bool(self.expired_fused.any())
-
-    def forget_expired_waits(self) -> None:
-        """After a launch whose failure has been noted: its wait says nothing about those that follow."""
-        self.regions[..., :CONTROL_BYTES] = 0
-        self.expired.zero_()
-        self.expired_fused.zero_()
+            records = [read_record(mailbox) for mailboxes in self.mailboxes for mailbox in mailboxes]
+            waits = [wait for wait in records if wait is not None]
+            who = "".join(f"; {wait}" for wait in waits)
+            raise WaitFailed(f"{label}: a mailbox wait expired{who}", [wait.as_dict() for wait in waits])
 
     def _prepare(self, image: _Image) -> None:
         self.prepare_eviction()
         self._note_expired()
-        self._fused_ran = image is self._fused
         self.regions[..., :CONTROL_BYTES] = image.control
         for section, content in image.sections:
             size = content.shape[-1]
@@ -230,8 +220,7 @@ class BenchRanks:
 
     def _note_expired(self) -> None:
         words = self.regions[..., ABORT_OFFSET : ABORT_OFFSET + 4].view(torch.int32)[..., 0]
-        noted = self.expired_fused if self._fused_ran else self.expired
-        torch.maximum(noted, words, out=noted)
+        torch.maximum(self.expired, words, out=self.expired)
 
     def _image(self, present: set[int], chain: bool, credits: bool = False) -> _Image:
         g, b = self.geometry, self.batch

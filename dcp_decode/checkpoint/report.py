@@ -26,7 +26,7 @@ FLOORS = {
 
 
 def render_report(document: Mapping[str, Any]) -> str:
-    """The whole page as text. Raises LookupError for a document that lacks what the page shows."""
+    """The whole page as text. Raises LookupError for a document that lacks what the page shows: its own point, too."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("dcp_decode.checkpoint", "."),
         autoescape=True,
@@ -36,6 +36,8 @@ def render_report(document: Mapping[str, Any]) -> str:
     )
     environment.filters["us"] = lambda value: "" if value is None else f"{value:.2f}"
     own = summary.own_points(document)
+    if not own:
+        raise LookupError("the checkpoint's own point was not measured")
     values = {
         "document": document,
         "own": own,

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dcp_decode.checkpoint.points import own_shape_in
+
 Document = Mapping[str, Any]
 Point = Mapping[str, Any]
 Axis = Literal["batch", "keys", "heads"]
@@ -26,11 +28,14 @@ NO_ALTERNATIVE = frozenset({"own_local_route", "nccl", NCCL_CHAIN})
 
 
 def own_points(document: Document) -> dict[str, Point]:
-    """The checkpoint's own point by L2 state: a document lists it first."""
-    own: dict[str, Point] = {}
-    for point in document["points"]:
-        own.setdefault(point["l2"], point)
-    return own
+    """The checkpoint's own point by L2 state, of those in which it has not failed."""
+    return {point["l2"]: point for point in document["points"] if is_own(point, document)}
+
+
+def is_own(point: Point, document: Document) -> bool:
+    """Whether a point, or what else has its extents, is of the checkpoint's own shape."""
+    own = own_shape_in(document["config"])
+    return all(point[axis] == getattr(own, axis) for axis in AXES)
 
 
 def median(point: Point, stage: str) -> float | None:
@@ -123,14 +128,14 @@ class Scaling:
 def scalings(document: Document) -> list[Scaling]:
     """Every axis and L2 state along which at least two points were measured."""
     found = []
-    own = own_points(document)
+    own = own_shape_in(document["config"])
     for axis in AXES:
         fixed = [name for name in AXES if name != axis]
-        for l2, reference in own.items():
+        for l2 in dict.fromkeys(point["l2"] for point in document["points"]):
             points = [
                 point
                 for point in document["points"]
-                if point["l2"] == l2 and all(point[name] == reference[name] for name in fixed)
+                if point["l2"] == l2 and all(point[name] == getattr(own, name) for name in fixed)
             ]
             if len(points) > 1:
                 found.append(Scaling(axis, l2, sorted(points, key=lambda point: point[axis])))
@@ -162,12 +167,13 @@ def notes(document: Document) -> list[str]:
                 f"{group.chain:.2f} us, {group.chain - group.solo:+.2f} us on one rank alone ({group.solo:.2f} us); "
                 f"NCCL between the stages' kernels {group.nccl:.2f} us, {group.nccl / group.chain:.1f} x"
             )
-    own = document["points"][0]
-    alone = own.get("variant_alone", own["variant"])
-    if alone != own["variant"]:
-        lines.append(f"the sparse decode alone is {alone}, in the chain {own['variant']}")
+    for alone, chained in dict.fromkeys(
+        (own.get("variant_alone", own["variant"]), own["variant"]) for own in own_points(document).values()
+    ):
+        if alone != chained:
+            lines.append(f"the sparse decode alone is {alone}, in the chain {chained}")
     for step in document["step"]:
-        if step["within"] and any(step[extent] != own[extent] for extent in ("batch", "heads", "keys")):
+        if step["within"] and not is_own(step, document):
             continue
         lines.append(
             f"verify step of {step['layers']} layers in one graph, {step.get('stage', 'chain').replace('_', ' ')}, "
