@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from dcp_decode.checkpoint.peers.nccl_exchange import NcclExchange
 from dcp_decode.checkpoint.points import Point, geometry_of, own_shape, plan_points
 from dcp_decode.checkpoint.progress import ShowPoint
 from dcp_decode.checkpoint.ranks import BenchRanks
+from dcp_decode.checkpoint.stream_wait import await_stream
 from dcp_decode.checkpoint.timing import (
     LEAD_CYCLES,
     Series,
@@ -84,7 +86,7 @@ class GroupCheckpoint:
         self.nccl = NcclExchange(control)
 
     def run(self, on_progress: ShowPoint) -> Measurements:
-        """Measure all points; the same result on every rank. Raises WrongResult or MailboxTimeout."""
+        """Measure all points; the same result on every rank. Raises WrongResult or WaitFailed."""
         planned = plan_points(self.config, self.quick)
         points, passed = [], []
         for done, point in enumerate(planned):
@@ -173,7 +175,8 @@ class GroupCheckpoint:
             self.control.barrier(f"capture of {label}")
             with torch.cuda.stream(self.stream):
                 chain.rewind()
-            graphs.append(capture(chain.launch, length, self.stream))
+            first = partial(self._await, f"first layer of {label}")
+            graphs.append(capture(chain.launch, length, self.stream, wait=first))
         times = np.empty((2, self.samples))
         for sample in range(-WARM_UP_ROUNDS, self.samples):
             for which, graph in enumerate(graphs):
@@ -200,8 +203,12 @@ class GroupCheckpoint:
             chain.rewind()
 
         events = replay(graph, aligned, self.stream, GROUP_LEAD_CYCLES)
-        self.stream.synchronize()
+        self._await(label, self.stream)
         return events
+
+    def _await(self, label: str, stream: torch.cuda.Stream) -> None:
+        """Until this rank's GPU has done all that is enqueued on a stream. Raises RankDied or ControlTimeout."""
+        await_stream(stream, self.control, self.config.mailbox.control_deadline_seconds, label)
 
     def _time_stages(
         self, chain: PushedChain, evict: Callable[[], None], label: str
@@ -253,12 +260,13 @@ class GroupCheckpoint:
             raise MailboxTimeout([wait], self.config.mailbox.deadline_seconds)
 
     def _require_same_rows(self, chain: GroupChain, reference: GroupChain, label: str) -> None:
-        """Raise WrongResult unless a chain's rows of layer 0 are those that the reference has just left."""
+        """Raise WrongResult unless a chain's rows of layer 0 are those that the reference has just left; WaitFailed."""
         self.control.barrier(label)
         chain.merged.view(torch.int16).fill_(-1)
         chain.rewind()
         chain.launch(0)
-        torch.cuda.synchronize()
+        self._await(label, torch.cuda.current_stream())
+        self._refuse_expired(chain)
         if not torch.equal(chain.merged.view(torch.int16), reference.merged.view(torch.int16)):
             raise WrongResult(f"{label}, rank {self.control.rank}: other bits than the chain over the mailboxes")
 
@@ -269,13 +277,17 @@ class GroupCheckpoint:
             raise WrongResult(f"{label}: the kernels left other bits after the timing than before")
 
     def _pass_gate(self, chain: GroupChain, label: str) -> Passed:
-        """One layer's merged rows of this rank's heads against the oracle over all ranks' keys."""
+        """One layer's merged rows of this rank's heads against the oracle over all ranks' keys.
+
+        Raises WrongResult or WaitFailed.
+        """
         problem, rank = chain.problem, self.control.rank
         geometry = problem.geometry
         chain.merged.view(torch.int16).fill_(-1)
         self.control.barrier(f"gate of {label}")
         chain.launch(0)
-        torch.cuda.synchronize()
+        self._await(f"gate of {label}", torch.cuda.current_stream())
+        self._refuse_expired(chain)
         selected = problem.part_of(problem.caches.e4m3, 0)[problem.indices_of(0).long()]
         everyone = self.control.all_gather(selected.cpu(), f"keys of {label}")
         heads = slice(rank * geometry.owner_heads, (rank + 1) * geometry.owner_heads)

@@ -120,11 +120,15 @@ def capture(
     length: int,
     stream: torch.cuda.Stream,
     finish: Callable[[int], None] = lambda layers: None,
+    wait: Callable[[torch.cuda.Stream], None] = torch.cuda.Stream.synchronize,
 ) -> torch.cuda.CUDAGraph:
-    """A graph of layers 0 .. length - 1, after one eager layer: modules load and libraries allocate in that one."""
+    """A graph of layers 0 .. length - 1, after one eager layer: modules load and libraries allocate in that one.
+
+    wait: for that layer.
+    """
     with torch.cuda.stream(stream):
         launch(0)
-    stream.synchronize()
+    wait(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for layer in range(length):
