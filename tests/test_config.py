@@ -188,7 +188,12 @@ def test_defaults_are_the_smoke_config() -> None:
 
 def test_smoke_config_spells_out_every_default() -> None:
     document = tomllib.loads((CONFIGS / "smoke.toml").read_text())
-    implied = {"mailbox": {"padded_heads"}, "workload": {"synthetic"}, "parallel": {"kernels"}, "service": {"max_running"}}
+    implied = {
+        "mailbox": {"padded_heads"},
+        "parallel": {"kernels"},
+        "service": {"max_running"},
+        "workload": {"synthetic"},
+    }
     for name, field in RunConfig.model_fields.items():
         keys = set(type(field.get_default()).model_fields)
         assert set(document[name]) == keys - implied.get(name, set())
