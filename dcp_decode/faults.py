@@ -18,7 +18,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Literal
 
@@ -26,6 +25,7 @@ import torch
 
 from dcp_decode import numerics
 from dcp_decode.mailbox import CONTROL_BYTES, Mailbox, Section, Stage
+from dcp_decode.process_status import process_status
 from dcp_decode.step import STAGES, LayerRun
 
 DONE_OFFSET = CONTROL_BYTES - 4  # a control word that the protocol leaves alone: the corruption has happened
@@ -232,7 +232,7 @@ def stop_this_process(seconds: float) -> None:
     if child == 0:
         try:
             until = time.monotonic() + LONGEST_POLL_SECONDS
-            while not _is_stopped(stopped) and time.monotonic() < until:
+            while (status := process_status(stopped)) and not status.stopped and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
             time.sleep(seconds)
             os.kill(stopped, signal.SIGCONT)
@@ -240,7 +240,3 @@ def stop_this_process(seconds: float) -> None:
             os._exit(0)
     os.kill(stopped, signal.SIGSTOP)
     os.waitpid(child, 0)
-
-
-def _is_stopped(process_id: int) -> bool:
-    return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"

@@ -21,6 +21,7 @@ from dcp_decode.control.torchrun import connect_torchrun
 from dcp_decode.errors import ConfigError, UnsupportedEnvironment
 from dcp_decode.fabric.placement import processes_to_start
 from dcp_decode.forensics.conclusion import conclude_folder, keep
+from dcp_decode.process_status import process_status
 from dcp_decode.rank_process import Body, RankProcess, leave
 from dcp_decode.records import RECORDS_VARIABLE, Plan, RankRecord, await_records, make_plan, read_records, write_plan
 from dcp_decode.results import Conclusion, conclude, require_writable
@@ -143,7 +144,9 @@ def _late_records(folder: Path, processes: int, record: RankRecord) -> dict[int,
 
 def _folder_of_parent() -> Path:
     """A folder that the ranks of one bare torchrun or mpirun on this host share: named after their parent process."""
-    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    folder = Path(tempfile.gettempdir()) / f"dcp_decode-{os.getuid()}-{os.getppid()}-{started}"
+    parent = os.getppid()
+    status = process_status(parent)
+    started = 0 if status is None else status.start_time
+    folder = Path(tempfile.gettempdir()) / f"dcp_decode-{os.getuid()}-{parent}-{started}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder

@@ -25,6 +25,7 @@ from typing import Protocol, TypeVar
 import torch.distributed
 
 from dcp_decode.errors import ControlTimeout, RankDied
+from dcp_decode.process_status import process_status
 
 T = TypeVar("T")
 
@@ -54,13 +55,9 @@ class Peer:
 
 
 def _start_time(process_id: int) -> int | None:
-    """Clock ticks from boot to the start of a process; None if it has ended (also as a zombie)."""
-    try:
-        stat = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()  # the command name before it may hold spaces and brackets
-    return None if fields[0] in "ZXx" else int(fields[19])
+    """Clock ticks from boot to the start of a process; None if it has ended."""
+    status = process_status(process_id)
+    return None if status is None or status.ended else status.start_time
 
 
 class ControlPlane(Protocol):
