@@ -50,11 +50,15 @@ def supervise(
     port = listener.getsockname()[1]
     timeout = timedelta(seconds=control_deadline_seconds)
 
+    def open_store() -> torch.distributed.Store:
+        return torch.distributed.TCPStore("127.0.0.1", port, None, False, timeout=timeout, wait_for_workers=False)
+
     def connect(rank: int) -> ControlPlane:
         if processes == 1:
             return SoloControlPlane()
-        store = torch.distributed.TCPStore("127.0.0.1", port, None, False, timeout=timeout, wait_for_workers=False)
-        return StoreControlPlane("builtin", store, rank, processes, control_deadline_seconds)
+        return StoreControlPlane(
+            "builtin", "the launcher's store", open_store, rank, processes, control_deadline_seconds
+        )
 
     parent = os.getpid()
     with _blocked_signals() as previous:

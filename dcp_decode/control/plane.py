@@ -1,8 +1,9 @@
 """What every control plane offers, and the one polled wait that all of them share.
 
 Every operation is an all-gather of one small picklable value a rank, numbered by a sequence that all ranks count
-alike. A wait never blocks: it polls the liveness of peers, then arrivals, then its deadline, so a death is reported
-within about 0.2 s and a timeout names exactly the ranks that never came.
+alike. A wait polls the liveness of peers, then arrivals, then its deadline, and none of these blocks for longer than a
+fraction of a second: a death is reported within about 0.2 s, and a timeout names exactly the ranks that never came, or
+the obstacle that hides them.
 
 Liveness: a peer of this host and PID namespace is dead when /proc/<pid>/stat is gone, is a zombie, or shows another
 start time (a reused PID). A rank that leaves in order says so first (`close`), with the reason if it failed.
@@ -143,6 +144,8 @@ class PolledControlPlane(ABC):
         if at_once or now >= self._next_look:
             self._next_look = now + LIVENESS_SECONDS
             failures = self._failures()
+            if failures is None:  # nor is it known who left in order
+                return dict(self._dead)
             me = self.peers[self.rank] if self.peers else None
             for rank, peer in enumerate(self.peers):
                 if rank == self.rank or rank in self._dead:
@@ -154,7 +157,7 @@ class PolledControlPlane(ABC):
         return dict(self._dead)
 
     def waits(self) -> list[dict[str, object]]:
-        if self._waiting is None:
+        if self._waiting is None or self._obstacle() is not None:
             return []
         label, missing = self._waiting
         return [
@@ -167,22 +170,30 @@ class PolledControlPlane(ABC):
         arrived: dict[int, bytes] = {}
         started = time.monotonic()
         pause = FIRST_PAUSE_SECONDS
+        answered, died_before = True, False
         while True:
+            # Asked before the arrivals: a process that was itself stopped has not looked at them yet.
+            expired = time.monotonic() - started > self.deadline_seconds
             # Looked at before the arrivals: a peer that has all answers may fail over them, and its own still counts.
             dead = self.dead_peers()
-            arrived.update(self._arrivals(sequence, set(range(self.size)) - arrived.keys()))
+            if answered:
+                died_before = bool(dead)
+            arrivals = self._arrivals(sequence, set(range(self.size)) - arrived.keys())
+            answered = arrivals is not None
+            arrived.update(arrivals or {})
             missing = frozenset(range(self.size)) - arrived.keys()
             if not missing:
                 self._waiting = None
                 return arrived
             self._waiting = (label, missing)
-            if dead:
+            if (answered and died_before) or (expired and dead):
                 self._refuse(dead, label)
-            if time.monotonic() - started > self.deadline_seconds:
-                raise ControlTimeout(
-                    f"rank {self.rank} waited {self.deadline_seconds:g} s at '{label}' for {_ranks(missing)}",
-                    self.waits(),
-                )
+            if expired:
+                waited = f"rank {self.rank} waited {self.deadline_seconds:g} s at '{label}'"
+                obstacle = self._obstacle()
+                if obstacle is not None:
+                    raise ControlTimeout(f"{waited}: {obstacle}")
+                raise ControlTimeout(f"{waited} for {_ranks(missing)}", self.waits())
             time.sleep(pause)
             pause = min(pause * 1.5, LAST_PAUSE_SECONDS)
 
@@ -195,19 +206,26 @@ class PolledControlPlane(ABC):
         """Make this rank's payload visible to all ranks; doesn't wait."""
 
     @abstractmethod
-    def _arrivals(self, sequence: int, missing: Collection[int]) -> dict[int, bytes]:
-        """Payloads of those missing ranks that have posted; doesn't wait."""
+    def _arrivals(self, sequence: int, missing: Collection[int]) -> dict[int, bytes] | None:
+        """Payloads of those missing ranks that have posted; waits for none of them.
+
+        None: the answer to what was asked is still to come, and the next call gives that one.
+        """
 
     @abstractmethod
     def _retire(self, sequence: int) -> None:
         """All ranks have passed this sequence number (negative: none has)."""
 
-    def _failures(self) -> dict[int, str]:
-        """Ranks that have said why they can't go on."""
+    def _obstacle(self) -> str | None:
+        """Why nobody's payload can arrive, where that is no rank's doing; safe in a signal handler."""
+        return None
+
+    def _failures(self) -> dict[int, str] | None:
+        """Ranks that have said why they can't go on; None if that can't be known now."""
         return {}
 
     def _left(self, rank: int) -> bool:
-        """Whether a rank whose process has ended left in order."""
+        """Whether a rank whose process has ended left in order, as far as can be known now."""
         return False
 
 

@@ -19,19 +19,22 @@ def connect_torchrun(environment: Mapping[str, str], deadline_seconds: float) ->
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     agent_hosts = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    try:
-        store = torch.distributed.TCPStore(
-            address,
-            port,
-            None,
-            is_master=rank == 0 and not agent_hosts,
-            timeout=timedelta(seconds=deadline_seconds),
-            wait_for_workers=False,
-        )
-    except torch.distributed.DistError as error:
-        reason = str(error).splitlines()[0]
-        raise WaitFailed(f"rank {rank} can't reach torchrun's store at {address}:{port}: {reason}") from None
-    # A restarted group must not see the keys of the attempt before it.
-    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefixed = torch.distributed.PrefixStore(f"dcp_decode/{attempt}", store)
-    return StoreControlPlane("torchrun", prefixed, rank, size, deadline_seconds)
+    where = f"torchrun's store at {address}:{port}"
+
+    def open_store() -> torch.distributed.Store:
+        try:
+            store = torch.distributed.TCPStore(
+                address,
+                port,
+                None,
+                is_master=rank == 0 and not agent_hosts,
+                timeout=timedelta(seconds=deadline_seconds),
+                wait_for_workers=False,
+            )
+        except torch.distributed.DistError as error:
+            raise WaitFailed(f"rank {rank} can't reach {where}: {str(error).splitlines()[0]}") from None
+        # A restarted group must not see the keys of the attempt before it.
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return torch.distributed.PrefixStore(f"dcp_decode/{attempt}", store)
+
+    return StoreControlPlane("torchrun", where, open_store, rank, size, deadline_seconds)
