@@ -163,6 +163,16 @@ def test_survivors_that_hang_are_terminated_then_killed(tmp_path: Path) -> None:
     assert seconds < 10
 
 
+def test_ranks_outlive_the_terminal(tmp_path: Path) -> None:
+    def hang_up(control: ControlPlane) -> RankReport:
+        os.kill(os.getpid(), signal.SIGHUP)
+        control.barrier("after the terminal has gone")
+        return report()
+
+    conclusion, _, _ = launch(hang_up, 2, tmp_path)
+    assert (conclusion.exit_code, conclusion.error) == (VERIFIED, None)
+
+
 def start_stub(behaviour: str, size: int, output: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """The stub `wait` under the built-in launcher, with the process ids of its ranks."""
     # Its folder of records stays behind if it is killed: not in the machine's.
