@@ -132,8 +132,12 @@ class RankProcess:
 
     def _write(self, record: RankRecord) -> None:
         if self.folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # of a bare launcher, and the conclusion is drawn
+            try:
                 write_record(self.folder, record)
+            except FileNotFoundError:
+                pass  # of a bare launcher, and the conclusion is drawn
+            except OSError as error:  # a full disk: without its record this rank counts as one that was killed
+                _say(f"rank {self.rank} has no record ({error.strerror}): {record.error or record.outcome}")
 
     def _collect(self, reason: str, trace: str | None) -> None:
         folder = self.folder
@@ -142,24 +146,32 @@ class RankProcess:
         try:
             black_box.collect(self.rank, self.control, reason, trace, lambda evidence: write_evidence(folder, evidence))
         except Exception as error:  # the failure that it is about must reach its end all the same
-            print(f"forensics: rank {self.rank} could not say everything: {error!r}", file=sys.stderr, flush=True)
+            _say(f"forensics: rank {self.rank} could not say everything: {error!r}")
 
     def _await_terminate(self, told: int) -> None:
         while signal.SIGTERM not in os.read(told, 64):
             pass
         leave_at = time.monotonic() + LAST_WORDS_SECONDS
-        waits = [] if self.control is None else self.control.waits()
-        with self._lock:
-            if self._own_record is not None:
-                return  # it is ending anyway
-            reason = "told to stop (SIGTERM)"
-            self._write(self._record("terminated", WAIT_EXPIRED, reason, consequence=True, expired_waits=waits))
-        self._collect(reason, None)
+        try:
+            self._speak_last()
+        except Exception as error:  # whatever it is, this process ends
+            _say(f"rank {self.rank} could not say how it ended: {error!r}")
         time.sleep(max(0.0, leave_at - time.monotonic()))
         with self._lock:
             if self._own_record is None:
                 # Neither the interpreter's exit handlers nor MPI_Finalize: both may wait for peers that are gone.
                 leave(WAIT_EXPIRED)
+
+    def _speak_last(self) -> None:
+        """The record and the evidence of a rank that is told to stop, if it isn't ending anyway."""
+        waits = [] if self.control is None else self.control.waits()
+        with self._lock:
+            if self._own_record is not None:
+                return
+            reason = "told to stop (SIGTERM)"
+            record = self._record("terminated", WAIT_EXPIRED, reason, consequence=True, expired_waits=waits)
+            self._write(record)
+        self._collect(reason, None)
 
 
 def _verdict(report: RankReport) -> tuple[int, str | None]:
@@ -173,7 +185,16 @@ def _verdict(report: RankReport) -> tuple[int, str | None]:
 
 
 def leave(exit_code: int) -> None:
-    """End this process at once, with its output flushed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    """End this process at once, with its output flushed as far as it can be."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe or file
+                stream.flush()
+    finally:
+        os._exit(exit_code)
+
+
+def _say(line: str) -> None:
+    """On standard error, if that can be written: what is said here must stop nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
