@@ -38,6 +38,7 @@ from dcp_decode.errors import (
     WaitFailed,
     WrongResult,
 )
+from dcp_decode.fabric import shared_files
 from dcp_decode.forensics.black_box import black_box
 from dcp_decode.forensics.evidence import stacks_path, write_evidence
 from dcp_decode.records import Outcome, RankRecord, RankReport, write_record
@@ -56,6 +57,7 @@ class RankProcess:
         self.control: ControlPlane | None = None
         self.records: list[RankRecord] = []  # of all ranks, once the group has ended in order
         self._own_record: RankRecord | None = None  # once it stands, SIGTERM doesn't change it
+        self._told_record: RankRecord | None = None  # of SIGTERM
         self._failure: Exception | None = None
         self._lock = threading.Lock()  # of the record's file
 
@@ -97,10 +99,14 @@ class RankProcess:
         # The failure keeps its frames, and what torch made in them, until this process leaves: once a GPU has failed,
         # the destructor of a pinned tensor ends the process (torch 2.11), here before it had said what it knew.
         with self._lock:
+            if self._told_record is not None and record.exit_code == BAD_INPUT:
+                record = self._told_record  # refused what SIGTERM has taken away, its own shared memory or a peer's
             self._own_record = record
             self._write(record)
         if failure is not None and record.exit_code != BAD_INPUT:
             self._collect(failure, trace)
+        if failure is not None:
+            shared_files.remove_abandoned()  # of the peer whose death this may be about
         if self.control is not None:
             # A rank that stops because of a dead peer leaves quietly, so that the blame stays with that peer.
             self.control.close(None if record.consequence else failure)
@@ -156,6 +162,8 @@ class RankProcess:
             self._speak_last()
         except Exception as error:  # whatever it is, this process ends
             _say(f"rank {self.rank} could not say how it ended: {error!r}")
+        shared_files.remove_names()  # now: mpirun kills it before its time to leave
+        shared_files.remove_abandoned()
         time.sleep(max(0.0, leave_at - time.monotonic()))
         with self._lock:
             if self._own_record is None:
@@ -170,6 +178,7 @@ class RankProcess:
                 return
             reason = "told to stop (SIGTERM)"
             record = self._record("terminated", WAIT_EXPIRED, reason, consequence=True, expired_waits=waits)
+            self._told_record = record
             self._write(record)
         self._collect(reason, None)
 

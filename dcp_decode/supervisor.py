@@ -27,6 +27,7 @@ from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.control.store import StoreControlPlane
 from dcp_decode.errors import WAIT_EXPIRED
+from dcp_decode.fabric import shared_files
 from dcp_decode.rank_process import Body, RankProcess, leave
 from dcp_decode.records import Outcome, RankRecord, read_records, write_record
 
@@ -82,6 +83,7 @@ def supervise(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
                     os.waitpid(child, 0)
+            shared_files.remove_abandoned()  # of ranks that had to be killed
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from launch_stub import report
 from dcp_decode.config import load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED
-from dcp_decode.fabric.shm import SHARED_MEMORY, ShmFabric
+from dcp_decode.fabric import shared_files
+from dcp_decode.fabric.shared_files import SHARED_MEMORY
+from dcp_decode.fabric.shm import ShmFabric
 from dcp_decode.records import RankRecord, RankReport, make_plan, read_records
 from dcp_decode.results import Conclusion, conclude
 from dcp_decode.supervisor import supervise
@@ -161,7 +164,7 @@ def test_region_that_cannot_be_mapped_is_refused_on_all_ranks(folder: Path, tmp_
     conclusion, records = launch(lose_one, folder, tmp_path)
     assert conclusion.exit_code == BAD_INPUT
     assert all(record.exit_code == BAD_INPUT for record in records.values())
-    assert str(conclusion.error).startswith("rank 1's shared memory ")
+    assert str(conclusion.error).startswith("rank 0: rank 1's shared memory ")
     assert list(folder.iterdir()) == []
 
 
@@ -178,3 +181,92 @@ def test_killed_rank_leaves_no_file(folder: Path, tmp_path: Path) -> None:
     conclusion, _ = launch(die_with_memory, folder, tmp_path)
     assert (conclusion.exit_code, conclusion.dead_ranks) == (WAIT_EXPIRED, (3,))
     assert list(folder.iterdir()) == []
+
+
+def stop_all_with_memory(control: ControlPlane, folder: Path) -> RankReport:
+    """Rank 1 tells the launcher to stop, which waits for it while the others have reserved their memory."""
+    fabric = ShmFabric(control, folder)
+    if control.rank == 1:
+        while len(list(folder.iterdir())) < RANKS - 1:
+            time.sleep(0.01)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(30)
+    fabric.allocate(NBYTES)
+    return report()
+
+
+def test_ranks_told_to_stop_while_they_allocate_leave_no_file(folder: Path, tmp_path: Path) -> None:
+    conclusion, records = launch(stop_all_with_memory, folder, tmp_path)
+    assert conclusion.exit_code == WAIT_EXPIRED
+    assert {record.outcome for record in records.values()} == {"terminated"}
+    assert list(folder.iterdir()) == []
+
+
+def die_while_allocating(control: ControlPlane, _: Path) -> RankReport:
+    fabric = ShmFabric(control)
+    if control.rank == 3:
+        fabric._reserve(NBYTES)
+        os.kill(os.getpid(), signal.SIGKILL)
+    fabric.allocate(NBYTES)
+    return report()
+
+
+def test_rank_killed_while_it_allocates_leaves_no_file(tmp_path: Path) -> None:
+    conclusion, records = launch(die_while_allocating, Path(), tmp_path)
+    assert (conclusion.exit_code, conclusion.dead_ranks) == (WAIT_EXPIRED, (3,))
+    left = {path.name.split("-")[1] for path in SHARED_MEMORY.glob("dcp_decode-*")}
+    assert not left & {str(record.process_id) for record in records.values()}
+
+
+def kill_all_while_allocating(control: ControlPlane, folder: Path) -> RankReport:
+    ShmFabric(control, folder)._reserve(NBYTES)
+    control.barrier("reserved")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return report()
+
+
+def test_a_later_run_removes_what_killed_ranks_left(folder: Path, tmp_path: Path) -> None:
+    launch(kill_all_while_allocating, folder, tmp_path)
+    assert len(list(folder.iterdir())) == RANKS
+    (later := tmp_path / "later").mkdir()
+    conclusion, _ = launch(share, folder, later)
+    assert (conclusion.exit_code, list(folder.iterdir())) == (VERIFIED, [])
+
+
+def test_only_files_that_no_process_has_are_removed(folder: Path) -> None:
+    living, _ = shared_files.create(folder)
+    left, other, elsewhere = (folder / name for name in ("dcp_decode-1-ab", "another-1-ab", "elsewhere"))
+    for path in (left, other, elsewhere):
+        path.touch()
+    (link := folder / "dcp_decode-2-ab").symlink_to(elsewhere)
+    (pipe := folder / "dcp_decode-3-ab")
+    os.mkfifo(pipe)
+    shared_files.remove_abandoned(folder)
+    assert set(folder.iterdir()) == {living, other, elsewhere, link, pipe}
+    shared_files.remove(living)
+    assert not living.exists()
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_file_taken_for_abandoned_before_it_is_locked_is_made_anew(
+    removed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """removed: whether the other process is done with it when this one asks for the lock."""
+    lock, taken = shared_files._lock, []
+
+    def late(descriptor: int) -> bool:
+        if taken:
+            return lock(descriptor)
+        [path] = folder.iterdir()
+        taken.append(other := os.open(path, os.O_RDWR))
+        assert lock(other)
+        path.unlink()
+        if removed:
+            os.close(other)
+        return lock(descriptor)
+
+    monkeypatch.setattr(shared_files, "_lock", late)
+    path, descriptor = shared_files.create(folder)
+    assert list(folder.iterdir()) == [path]
+    assert os.fstat(descriptor).st_nlink == 1
+    shared_files.remove(path)

@@ -14,7 +14,8 @@ import pytest
 
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.solo import SoloControlPlane
-from dcp_decode.errors import BAD_INPUT, WAIT_EXPIRED, ConfigError
+from dcp_decode.errors import BAD_INPUT, WAIT_EXPIRED, ConfigError, DcpDecodeError
+from dcp_decode.fabric import shared_files
 from dcp_decode.rank_process import LAST_WORDS_SECONDS, RankProcess, leave
 from dcp_decode.records import RankReport, read_records
 
@@ -96,3 +97,33 @@ def test_bad_input_leaves_no_evidence(tmp_path: Path) -> None:
 
     assert RankProcess(0, tmp_path).run(SoloControlPlane, body).exit_code == BAD_INPUT
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]
+
+
+def test_a_refusal_after_sigterm_is_a_consequence_of_that(tmp_path: Path) -> None:
+    def body(_: ControlPlane) -> RankReport:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while 1 not in read_records(tmp_path):
+            time.sleep(0.001)
+        raise DcpDecodeError("rank 0's shared memory can't be mapped")
+
+    def life() -> None:
+        process = RankProcess(1, tmp_path)
+        process.handle_terminate()
+        leave(process.run(SoloControlPlane, body).exit_code)
+
+    assert ended(*forked(life))[0] == WAIT_EXPIRED
+    assert [record.error for record in read_records(tmp_path).values()] == ["told to stop (SIGTERM)"]
+
+
+def test_a_rank_that_fails_removes_the_shared_memory_of_a_killed_peer(tmp_path: Path) -> None:
+    child, said = forked(
+        lambda: (shared_files.create(shared_files.SHARED_MEMORY), os.kill(os.getpid(), signal.SIGKILL))
+    )
+    assert ended(child, said)[0] == -signal.SIGKILL
+    [left] = shared_files.SHARED_MEMORY.glob(f"{shared_files.PREFIX}{child}-*")
+
+    def body(_: ControlPlane) -> RankReport:
+        raise KeyError("over the death of its peer")
+
+    RankProcess(0, tmp_path).run(SoloControlPlane, body)
+    assert not left.exists()

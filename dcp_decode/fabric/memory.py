@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from dcp_decode.errors import UnsupportedEnvironment
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,13 @@ class Fabric(Protocol):
     def abandon(self) -> None:
         """Instead of `close` after a failure: nothing that would wait for another rank."""
         ...
+
+
+def refuse_if_any(refusals: Sequence[str]) -> None:
+    """Raise UnsupportedEnvironment, the same on every rank, if one of the ranks refuses. refusals: by rank, or ""."""
+    for rank, reason in enumerate(refusals):
+        if reason:
+            raise UnsupportedEnvironment(f"rank {rank}: {reason}")
 
 
 def address_table(regions: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.errors import UnsupportedEnvironment
-from dcp_decode.fabric.memory import SymmetricMemory, address_table
+from dcp_decode.fabric.memory import SymmetricMemory, address_table, refuse_if_any
 from dcp_decode.fabric.multicast import NVSHMEM, forbid_multicast
 
 
@@ -44,7 +44,7 @@ class NvshmemFabric:
             identity = self._nvshmem.get_unique_id(empty=control.rank != 0)
         except (ImportError, OSError, RuntimeError, UnsupportedEnvironment) as error:
             refusal = str(error)
-        _refuse_if_any(control, refusal, "NVSHMEM load")
+        refuse_if_any(control.all_gather(refusal, "NVSHMEM load"))
         self._start(identity)
 
     def _start(self, identity: Any) -> None:
@@ -65,7 +65,7 @@ class NvshmemFabric:
             )
         except Exception as error:  # nvshmem4py raises classes of its own
             refusal = f"NVSHMEM does not start: {error}"
-        _refuse_if_any(self.control, refusal, "NVSHMEM start")
+        refuse_if_any(self.control.all_gather(refusal, "NVSHMEM start"))
 
     def allocate(self, nbytes: int) -> list[SymmetricMemory]:
         """One region a rank from the symmetric heap; refused, naming the rank, where a peer has no address."""
@@ -79,7 +79,7 @@ class NvshmemFabric:
                 regions.append(own if peer == self.control.rank else self._peer(own, peer))
         except Exception as error:
             refusal = str(error)
-        _refuse_if_any(self.control, refusal, "symmetric memory")
+        refuse_if_any(self.control.all_gather(refusal, "symmetric memory"))
         return [SymmetricMemory(self.control.rank, tuple(regions), address_table(tuple(regions)), handle=self)]
 
     def _peer(self, own: torch.Tensor, peer: int) -> torch.Tensor:
@@ -112,9 +112,3 @@ def _load() -> Any:
 def _identity_bytes(identity: Any) -> np.ndarray:
     """The unique id's own bytes, writable: uint8 [128]."""
     return np.asarray(identity._data).view(np.uint8).reshape(-1)
-
-
-def _refuse_if_any(control: ControlPlane, refusal: str, label: str) -> None:
-    for rank, reason in enumerate(control.all_gather(refusal, label)):
-        if reason:
-            raise UnsupportedEnvironment(f"rank {rank}: {reason}")

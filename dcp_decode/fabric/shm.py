@@ -1,31 +1,30 @@
 """Fabric `shm`: D processes of one host, each rank's region a memory-mapped file in /dev/shm.
 
 The file is reserved in full before it is mapped (a write past a full tmpfs would be a SIGBUS, not an error), mapped by
-every rank, and unlinked as soon as all have it: a rank killed later leaves nothing behind.
+every rank, and unlinked as soon as all have it: a rank killed later leaves nothing behind. What one leaves that is
+killed earlier is removed by others (`shared_files`).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from dcp_decode.control.plane import ControlPlane
-from dcp_decode.errors import UnsupportedEnvironment
-from dcp_decode.fabric.memory import SymmetricMemory, address_table
-
-SHARED_MEMORY = Path("/dev/shm")
+from dcp_decode.fabric import shared_files
+from dcp_decode.fabric.memory import SymmetricMemory, address_table, refuse_if_any
+from dcp_decode.fabric.shared_files import SHARED_MEMORY
 
 
 @dataclass(frozen=True)
 class _Reservation:
     """What a rank tells the others about its file: where it is, or why there is none."""
 
-    path: str
+    path: Path | None
     refusal: str = ""
 
 
@@ -46,11 +45,12 @@ class ShmFabric:
         reservation = self._reserve(nbytes)
         try:
             reservations: list[_Reservation] = self.control.all_gather(reservation, "shared-memory files")
-            _refuse_if_any([peer.refusal for peer in reservations])
-            regions, refusal = _map_all(reservations)
-            _refuse_if_any(self.control.all_gather(refusal, "shared-memory maps"))
+            refuse_if_any([peer.refusal for peer in reservations])
+            regions, refusal = _map_all([peer.path for peer in reservations if peer.path is not None])
+            refuse_if_any(self.control.all_gather(refusal, "shared-memory maps"))
         finally:
-            Path(reservation.path).unlink(missing_ok=True)
+            if reservation.path is not None:
+                shared_files.remove(reservation.path)
         return [SymmetricMemory(self.control.rank, regions, address_table(regions))]
 
     def close(self) -> None:
@@ -60,11 +60,11 @@ class ShmFabric:
         """As `close`."""
 
     def _reserve(self, nbytes: int) -> _Reservation:
-        path = self.folder / f"dcp_decode-{os.getpid()}-{secrets.token_hex(4)}"
+        shared_files.remove_abandoned(self.folder)  # their memory may be what is missing
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            path, descriptor = shared_files.create(self.folder)
         except OSError as error:
-            return _Reservation(str(path), f"rank {self.control.rank}: {path}: {error.strerror}")
+            return _Reservation(None, f"{error.filename or self.folder}: {error.strerror}")
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
@@ -72,28 +72,20 @@ class ShmFabric:
             room = os.statvfs(self.folder)
             free = room.f_bavail * room.f_frsize / 2**20
             return _Reservation(
-                str(path),
-                f"rank {self.control.rank}: {self.folder} has {free:.1f} MiB free but the {self.size} ranks' mailboxes "
-                f"need {needed:.1f} MiB ({error.strerror}); enlarge it (docker: --shm-size) or lower mailbox.capacity",
+                path,
+                f"{self.folder} has {free:.1f} MiB free but the {self.size} ranks' mailboxes need {needed:.1f} MiB "
+                f"({error.strerror}); enlarge it (docker: --shm-size) or lower mailbox.capacity",
             )
-        finally:
-            os.close(descriptor)
-        return _Reservation(str(path))
+        return _Reservation(path)
 
 
-def _map_all(reservations: list[_Reservation]) -> tuple[tuple[torch.Tensor, ...], str]:
+def _map_all(paths: list[Path]) -> tuple[tuple[torch.Tensor, ...], str]:
     regions = []
-    for peer, reservation in enumerate(reservations):
+    for peer, path in enumerate(paths):
         try:
-            with open(reservation.path, "r+b") as file:
+            with open(path, "r+b") as file:
                 # The tensor keeps the map alive through the buffer protocol.
                 regions.append(torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8))
         except OSError as error:
-            return (), f"rank {peer}'s shared memory {reservation.path} can't be mapped: {error}"
+            return (), f"rank {peer}'s shared memory {path} can't be mapped: {error.strerror}"
     return tuple(regions), ""
-
-
-def _refuse_if_any(refusals: list[str]) -> None:
-    first = next(filter(None, refusals), None)
-    if first is not None:
-        raise UnsupportedEnvironment(first)
