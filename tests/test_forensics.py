@@ -45,6 +45,7 @@ from dcp_decode.forensics.words import read_mailbox
 from dcp_decode.geometry import Geometry
 from dcp_decode.mailbox import Mailbox, MailboxLayout, Stage
 from dcp_decode.records import RankRecord, make_plan, read_records, write_record
+from dcp_decode.results import conclude
 from dcp_decode.supervisor import supervise
 from dcp_decode.waits import Wait
 from dcp_decode.waits import write_record as write_wait
@@ -257,6 +258,21 @@ def test_first_causes(records: list[RankRecord], seen: dict[str, Any], kind: str
     diagnosis = diagnose(case)
     assert (diagnosis.kind, diagnosis.rank) == (kind, 1)
     assert [(wait.waiting_rank, wait.source_rank) for wait in waits(case)] == [(0, 1)]
+
+
+def test_a_rank_that_was_killed_is_the_cause_of_one_that_crashed_over_it(tmp_path: Path) -> None:
+    # As under torchrun: the killed rank has no record, and a peer's GPU failed over the memory that went with it.
+    crashed = record_of(0, outcome="crashed", error="AcceleratorError: unspecified launch failure")
+    path = pack(tmp_path, [crashed], [evidence_of(0, processes=state("gone"))])
+    diagnosis = diagnose(read(path))
+    assert (diagnosis.kind, diagnosis.rank) == ("dead rank", 1)
+    assert conclude(PLAN, {0: crashed}).error == diagnosis.sentence.replace(" 101 on host", "")
+
+
+def test_a_failure_that_names_nobody_blames_nobody(tmp_path: Path) -> None:
+    silent = "rank 0 waited 2 s at 'two': the launcher's store has not answered for 2.0 s"
+    path = pack(tmp_path, [record_of(0, error=silent), record_of(1, **TOLD)], [evidence_of(0)])
+    assert diagnose(read(path)) == Diagnosis("other failure", None, f"rank 0: {silent}")
 
 
 def test_told_to_stop_is_nobodys_fault(tmp_path: Path) -> None:

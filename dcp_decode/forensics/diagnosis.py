@@ -1,8 +1,9 @@
 """From a failed run's archive to its first cause: a pure function of what the ranks and the launcher wrote.
 
-In the order of `results.conclude`: a wrong result; a rank that died; the least advanced wait that expired. That wait's
-source is looked at through the eyes of the rank that waited, because it may have been unable to say anything itself,
-and because its own account is of a later moment:
+In the order of `results.conclude`: a wrong result; a rank that died; the least advanced wait that expired; any other
+failure, which blames no rank (the control store was lost or silent, or ranks were out of step). The wait's source is
+looked at through the eyes of the rank that waited, because it may have been unable to say anything itself, and because
+its own account is of a later moment:
 
     stopped rank   its process was seen stopped
     dead rank      its process was seen gone
@@ -22,7 +23,16 @@ from dcp_decode.forensics.archive import Case
 from dcp_decode.forensics.evidence import ControlWords, ExpiredWait, PeerProcess, TornRow
 from dcp_decode.results import wait_advance
 
-Kind = Literal["wrong data", "dead rank", "crashed rank", "stopped rank", "late rank", "lost words", "told to stop"]
+Kind = Literal[
+    "wrong data",
+    "dead rank",
+    "crashed rank",
+    "stopped rank",
+    "late rank",
+    "lost words",
+    "other failure",
+    "told to stop",
+]
 
 # Stage that waits -> stage that writes what it waits for, by route; and the mailboxes that it reads.
 WRITERS = {
@@ -52,18 +62,22 @@ def diagnose(case: Case) -> Diagnosis:
     if case.document.exit_code == WRONG_RESULT:  # of the run as a whole, such as a digest: every rank ended well
         return Diagnosis("wrong data", None, str(case.document.error))
     states = states_seen(case)
-    for record in records:
-        if record.outcome in ("crashed", "killed"):
-            return _death(case, record.rank, record.outcome == "crashed", str(record.error))
+    # First who left no record, as in `results.conclude`: a GPU fails over the memory of a rank that was killed.
     for rank in range(case.processes):
         if rank not in case.records and states.get(rank, "gone") == "gone":
             return _death(case, rank, False, f"its process{_process(case, rank)} ended without a record")
+    for record in records:
+        if record.outcome in ("crashed", "killed"):
+            return _death(case, record.rank, record.outcome == "crashed", str(record.error))
     found = waits(case)
     # Of waits at one place, one that has an explanation of its own is the cause of those that have none.
     first = [wait for wait in found if _advance(wait) == _advance(found[0])]
     candidates = [_of_wait(case, wait, states.get(wait.source_rank)) for wait in first]
     if candidates:
         return next((one for one in candidates if one.kind != "late rank"), candidates[0])
+    for record in records:
+        if record.outcome == "failed" and not record.consequence:
+            return Diagnosis("other failure", None, f"rank {record.rank}: {record.error}")
     return Diagnosis("told to stop", None, "the ranks were told to stop (SIGTERM), and none waited for another")
 
 
