@@ -373,6 +373,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     ),
     "plan.json is missing": lambda path: rewritten(path, {"plan.json": None}),
     "rank-0.json.rank: ": lambda path: rewritten(path, {"rank-0.json": b'{"process_id": 1}'}),
+    "rank-1023.json.rank: ": lambda path: rewritten(path, {"rank-1023.json": b"{}"}),
     "forensics-0.json: ": lambda path: rewritten(path, {"forensics-0.json": b"{"}),
 }
 
@@ -430,6 +431,12 @@ def replaced(value: Any, keys: tuple, new: Any) -> Any:
     copy = value.copy()
     copy[keys[0]] = replaced(value[keys[0]], keys[1:], new)
     return copy
+
+
+def test_a_member_of_no_possible_rank_says_nothing(tmp_path: Path) -> None:
+    path = pack(tmp_path, [record_of(0, **EXPIRED)], [evidence_of(0)])
+    rewritten(path, {f"stacks-{'1' * 5000}.txt": b"of nobody"})  # more digits than int() takes
+    assert read(path).stacks == {}
 
 
 def test_a_changed_bit_is_noticed(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def _by_rank(members: dict[str, bytes], prefix: str, parse: Callable[[str, bytes
     parsed = {}
     for name, text in members.items():
         number = name.removeprefix(prefix).partition(".")[0]
-        if name.startswith(prefix) and number.isdecimal():
+        if name.startswith(prefix) and number.isdecimal() and len(number) <= len(str(MOST_RANKS)):
             parsed[int(number)] = parse(name, text)
     return dict(sorted(parsed.items()))
 
