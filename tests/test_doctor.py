@@ -387,6 +387,18 @@ def test_peer_access_must_work_both_ways() -> None:
     assert not observe_gpus(Nvml({0: [], 1: []}, peer_access=False)).paths[0].peer_access
 
 
+def test_a_gpu_that_the_driver_has_lost_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_gpu(self: Nvml, index: int) -> int:
+        return index if index != 1 else self._unsupported()
+
+    monkeypatch.setattr(Nvml, "nvmlDeviceGetHandleByIndex", open_gpu)
+    monkeypatch.setattr(Nvml, "nvmlShutdown", Nvml._unsupported)
+    found = observe_gpus(Nvml({0: [None], 1: [], 2: [None]}))
+    assert [gpu.index for gpu in found.gpus] == [0, 2]
+    assert found.paths == (PeerPath(0, 2, "NV1", True),)
+    assert found.problem == "the driver can't open GPU 1 of 3"
+
+
 def test_no_driver_is_a_finding() -> None:
     nvml = Nvml({})
     nvml.nvmlInit = nvml._unsupported  # type: ignore[method-assign]

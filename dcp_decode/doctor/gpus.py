@@ -5,9 +5,11 @@ Drivers, virtual machines and older GPUs leave questions unanswered: such an ans
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +74,8 @@ def observe_gpus(nvml: Any = None) -> HostGpus:
     try:
         return _Observer(nvml).observe()
     finally:
-        nvml.nvmlShutdown()
+        with contextlib.suppress(nvml.NVMLError):  # as of a driver that has lost a GPU
+            nvml.nvmlShutdown()
 
 
 class _Observer:
@@ -81,22 +84,26 @@ class _Observer:
 
     def observe(self) -> HostGpus:
         nvml = self.nvml
-        handles = [
-            nvml.nvmlDeviceGetHandleByIndex(index) for index in range(self._ask(nvml.nvmlDeviceGetCount, absent=0))
-        ]
+        count = self._ask(nvml.nvmlDeviceGetCount, absent=0)
+        answers = {index: self._ask(nvml.nvmlDeviceGetHandleByIndex, index, absent=None) for index in range(count)}
+        handles = {index: handle for index, handle in answers.items() if handle is not None}
+        lost = ", ".join(str(index) for index in answers if index not in handles)
         version = self._ask(nvml.nvmlSystemGetCudaDriverVersion_v2, absent=None)
         return HostGpus(
             driver=self._ask(nvml.nvmlSystemGetDriverVersion, absent=None),
             cuda_driver=None if version is None else f"{version // 1000}.{version % 1000 // 10}",
-            gpus=tuple(self._gpu(index, handle) for index, handle in enumerate(handles)),
+            gpus=tuple(self._gpu(index, handle) for index, handle in handles.items()),
             paths=tuple(
                 PeerPath(
                     first, second, self._kind(handles[first], handles[second]), self._reaches(handles, first, second)
                 )
-                for second in range(len(handles))
-                for first in range(second)
+                for first, second in itertools.combinations(handles, 2)
             ),
-            problem="" if handles else "the driver has no GPU",
+            problem=f"the driver can't open GPU {lost} of {count}"
+            if lost
+            else ""
+            if handles
+            else "the driver has no GPU",
         )
 
     def _ask(self, question: Callable[..., Any], *arguments: Any, absent: Any) -> Any:
@@ -140,7 +147,7 @@ class _Observer:
             return f"NV{count}"
         return ANCESTORS.get(self._ask(nvml.nvmlDeviceGetTopologyCommonAncestor, one, other, absent=-1), "unknown")
 
-    def _reaches(self, handles: list[Any], first: int, second: int) -> bool:
+    def _reaches(self, handles: Mapping[int, Any], first: int, second: int) -> bool:
         pairs = ((handles[first], handles[second]), (handles[second], handles[first]))
         return all(
             self._ask(self.nvml.nvmlDeviceGetP2PStatus, *pair, capability, absent=None) == PEER_ACCESS_WORKS
