@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,10 +26,23 @@ from dcp_decode.commands.doctor import doctor
 from dcp_decode.commands.explain import explain
 from dcp_decode.commands.run import run
 from dcp_decode.commands.soak import soak
-from dcp_decode.errors import BAD_INPUT, DcpDecodeError, Interrupted, UnsupportedEnvironment, shown
+from dcp_decode.errors import BAD_INPUT, WAIT_EXPIRED, DcpDecodeError, Interrupted, UnsupportedEnvironment, shown
 from dcp_decode.records import RECORDS_VARIABLE, RankRecord, write_record
 
 REFUSAL_SECONDS = 10.0
+TRACEBACK_VARIABLE = "DCP_DECODE_TRACEBACK"
+
+
+class Defect(DcpDecodeError):
+    """An exception that nobody expected, which is this package's own fault."""
+
+    exit_code = WAIT_EXPIRED
+
+    def __init__(self, error: Exception) -> None:
+        text = shown(error, lambda value: " ".join(str(value).split()))
+        super().__init__(
+            f"{type(error).__name__}: {text} (a defect of dcp-decode; {TRACEBACK_VARIABLE}=1 shows its traceback)"
+        )
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -75,6 +89,10 @@ def run_command(arguments: list[str] | None = None) -> int:
         return _refuse(UnsupportedEnvironment(f"{where}: {error.strerror or error}"), os.environ)
     except SystemExit:  # click's answer to a closed pipe
         return _refuse(UnsupportedEnvironment("standard output: Broken pipe"), os.environ)
+    except Exception as error:  # uncaught it would end with 1, which means a wrong result
+        if os.environ.get(TRACEBACK_VARIABLE):
+            traceback.print_exc()
+        return _refuse(Defect(error), os.environ)
     return result if isinstance(result, int) else 0
 
 
