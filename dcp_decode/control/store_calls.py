@@ -1,7 +1,7 @@
 """The calls of a control store, made where they can be waited for with a deadline.
 
 A TCPStore's constructor, `check`, `get`, `set` and `append` read the answer without any timeout: with its host stopped
-each of them waits for ever, whatever `set_timeout` says (torch 2.11 to 2.13). So one daemon thread makes them, in
+each of them waits for ever, whatever `set_timeout` says (seen with torch 2.13). So one daemon thread makes them, in
 order, and whoever wants an answer waits for that as long as it has time.
 """
 
