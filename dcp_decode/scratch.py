@@ -8,13 +8,14 @@ nobody, unless it is so new that its maker has not locked it yet.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from dcp_decode import owner_lock
 
 PREFIX = "dcp_decode-run-"
 NEW_SECONDS = 60.0  # a folder that was changed less than so long ago is left alone
@@ -27,7 +28,8 @@ def scratch_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         descriptor = os.open(name, os.O_RDONLY)
         try:
-            _lock(descriptor)
+            with contextlib.suppress(OSError):  # without locks nobody removes the folder of a killed run
+                owner_lock.take(descriptor)
             yield Path(name)
         finally:
             os.close(descriptor)
@@ -35,26 +37,9 @@ def scratch_folder() -> Iterator[Path]:
 
 def remove_abandoned(parent: Path) -> None:
     """Remove this user's scratch folders in `parent` that no process has locked. Never raises."""
-    with contextlib.suppress(OSError):
-        for folder in parent.glob(f"{PREFIX}*"):
-            with contextlib.suppress(OSError):  # another user's, or another run removes it too
-                _remove_if_abandoned(folder)
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        found = os.fstat(descriptor)
-        if found.st_uid == os.geteuid() and time.time() - found.st_mtime >= NEW_SECONDS and _lock(descriptor):
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether the lock was free and is now this process's; False too where a file system has no such locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    owner_lock.remove_unowned(
+        parent.glob(f"{PREFIX}*"),
+        os.O_RDONLY | os.O_DIRECTORY,
+        lambda found: time.time() - found.st_mtime >= NEW_SECONDS,
+        lambda folder: shutil.rmtree(folder, ignore_errors=True),
+    )

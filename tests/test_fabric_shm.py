@@ -14,6 +14,7 @@ import pytest
 import torch
 from launch_stub import report
 
+from dcp_decode import owner_lock
 from dcp_decode.config import load_config
 from dcp_decode.control.plane import ControlPlane
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED
@@ -252,7 +253,7 @@ def test_a_file_taken_for_abandoned_before_it_is_locked_is_made_anew(
     removed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """removed: whether the other process is done with it when this one asks for the lock."""
-    lock, taken = shared_files._lock, []
+    lock, taken = owner_lock.take, []
 
     def late(descriptor: int) -> bool:
         if taken:
@@ -265,7 +266,7 @@ def test_a_file_taken_for_abandoned_before_it_is_locked_is_made_anew(
             os.close(other)
         return lock(descriptor)
 
-    monkeypatch.setattr(shared_files, "_lock", late)
+    monkeypatch.setattr(owner_lock, "take", late)
     path, descriptor = shared_files.create(folder)
     assert list(folder.iterdir()) == [path]
     assert os.fstat(descriptor).st_nlink == 1

@@ -10,11 +10,12 @@ be in containers of their own, in other PID namespaces, or in other user namespa
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import stat
 from pathlib import Path
+
+from dcp_decode import owner_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "dcp_decode-"
@@ -28,7 +29,7 @@ def create(folder: Path) -> tuple[Path, int]:
         path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         _named[path] = descriptor
-        if _lock(descriptor) and os.fstat(descriptor).st_nlink:
+        if owner_lock.take(descriptor) and os.fstat(descriptor).st_nlink:
             return path, descriptor
         remove(path)  # whoever removes abandoned files saw it before it was locked
 
@@ -50,26 +51,5 @@ def remove_names() -> None:
 
 def remove_abandoned(folder: Path = SHARED_MEMORY) -> None:
     """Remove this user's files whose owners no longer live. Never raises."""
-    with contextlib.suppress(OSError):
-        for path in folder.glob(f"{PREFIX}*-*"):
-            with contextlib.suppress(OSError):  # another user's, or another process removes it too
-                _remove_if_abandoned(path)
-
-
-def _remove_if_abandoned(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        found = os.fstat(descriptor)
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and _lock(descriptor):
-            path.unlink()
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether the lock was free and is now this descriptor's. Raises OSError where a file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    files = folder.glob(f"{PREFIX}*-*")
+    owner_lock.remove_unowned(files, os.O_RDWR | os.O_NONBLOCK, lambda found: stat.S_ISREG(found.st_mode), Path.unlink)
