@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dcp_decode.kernels.sparse_refusal import architecture_name
+
 PEER_READ, PEER_WRITE = 0, 1  # nvmlGpuP2PCapsIndex_t; the Python binding has a tuple for the first
 PEER_ACCESS_WORKS = 0
 LINK_ACTIVE = 1
@@ -37,6 +39,10 @@ class Gpu:
     partitioned: bool
     nvlinks: int
     domain: str
+
+    @property
+    def architecture(self) -> str:
+        return architecture_name(self.capability)
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,9 @@ class _Observer:
         answers = {index: self._ask(nvml.nvmlDeviceGetHandleByIndex, index, absent=None) for index in range(count)}
         handles = {index: handle for index, handle in answers.items() if handle is not None}
         lost = ", ".join(str(index) for index in answers if index not in handles)
+        problem = "" if handles else "the driver has no GPU"
+        if lost:
+            problem = f"the driver can't open GPU {lost} of {count}"
         version = self._ask(nvml.nvmlSystemGetCudaDriverVersion_v2, absent=None)
         return HostGpus(
             driver=self._ask(nvml.nvmlSystemGetDriverVersion, absent=None),
@@ -99,11 +108,7 @@ class _Observer:
                 )
                 for first, second in itertools.combinations(handles, 2)
             ),
-            problem=f"the driver can't open GPU {lost} of {count}"
-            if lost
-            else ""
-            if handles
-            else "the driver has no GPU",
+            problem=problem,
         )
 
     def _ask(self, question: Callable[..., Any], *arguments: Any, absent: Any) -> Any:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dcp_decode.doctor.facts import RankFacts
 from dcp_decode.doctor.gpus import Gpu, HostGpus
-from dcp_decode.doctor.verdicts import Examination, Verdict, architecture, comparable
+from dcp_decode.doctor.verdicts import Examination, Verdict, comparable
 
 GIB = 2**30
 DIFFERS = "bold yellow"
@@ -83,7 +83,7 @@ def _gpus(host: str, found: HostGpus) -> Table:
     for gpu in gpus:
         row = (_way(ways, gpu, other) for other in gpus)
         mode = " in MIG mode" if gpu.partitioned else ""
-        name = f"{gpu.name}, {architecture(gpu)}{mode}"
+        name = f"{gpu.name}, {gpu.architecture}{mode}"
         table.add_row(str(gpu.index), name, f"{gpu.memory_bytes / GIB:.0f} GiB", str(gpu.nvlinks), *row)
     return table
 

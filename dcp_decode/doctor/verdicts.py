@@ -113,16 +113,10 @@ def comparable(facts: RankFacts) -> dict[str, str]:
         "driver": gpus.driver or "none",
         "CUDA of driver": gpus.cuda_driver or "none",
         "CUDA of torch": facts.cuda_torch or "none",
-        "GPUs": _count(f"{gpu.name} {architecture(gpu)}" for gpu in gpus.gpus) or gpus.problem,
+        "GPUs": _count(f"{gpu.name} {gpu.architecture}" for gpu in gpus.gpus) or gpus.problem,
         "GPUs visible": str(len(facts.visible_gpus)),
     }
     return shown | {f"package {name}": version for name, version in facts.versions.items()} | dict(facts.variables)
-
-
-def architecture(gpu: Gpu) -> str:
-    """sm_90a and the like: compute capability 9 and later have a variant with the features the kernels need."""
-    major, minor = gpu.capability
-    return f"sm_{major}{minor}" + ("a" if major >= LEAST_CAPABILITY[0] else "")
 
 
 def kind_of(name: str) -> str:
@@ -214,7 +208,7 @@ class _Group:
         geometry, push = self.config.geometry(), self.config.parallel.route == "push"
         batches = step_batches(self.config.service.draft_tokens + 1, geometry)
         try:
-            wanted = sorted({architecture(gpu) for gpu in self._own_gpus()} or read_manifest(folder).libraries)
+            wanted = sorted({gpu.architecture for gpu in self._own_gpus()} or read_manifest(folder).libraries)
             for name in wanted:
                 check_build(folder, geometry, push, batches, name)
         except ConfigError as error:
@@ -258,7 +252,7 @@ class _Group:
     def kernels(self) -> tuple[Verdict, ...]:
         geometry, push = self.config.geometry(), self.config.parallel.route == "push"
         where = self.gpu_refusal()
-        found = () if where else sorted({architecture(gpu) for gpu in self._own_gpus()})
+        found = () if where else sorted({gpu.architecture for gpu in self._own_gpus()})
         refusals = (sparse_for(geometry, geometry.capacity, push, name) for name in found)
         refused = next((refusal for refusal in refusals if refusal is not None), None)
         fits = where or f"for {', '.join(found)}"
@@ -341,8 +335,8 @@ def _gpu_refusal(facts: RankFacts) -> str:
         if gpu is not None and gpu.capability < LEAST_CAPABILITY:
             major, minor = gpu.capability
             return f"{gpu.name} has compute capability {major}.{minor}, and the kernels need 9.0 or later"
-        if gpu is not None and architecture(gpu) not in ARCHITECTURES:
-            return f"{gpu.name} is {architecture(gpu)}, and the kernels are for {', '.join(ARCHITECTURES)}"
+        if gpu is not None and gpu.architecture not in ARCHITECTURES:
+            return f"{gpu.name} is {gpu.architecture}, and the kernels are for {', '.join(ARCHITECTURES)}"
     return ""
 
 

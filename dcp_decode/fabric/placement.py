@@ -13,7 +13,7 @@ from dcp_decode.errors import UnsupportedEnvironment
 from dcp_decode.fabric.loopback import LoopbackFabric
 from dcp_decode.fabric.memory import Fabric
 from dcp_decode.fabric.shm import ShmFabric
-from dcp_decode.kernels.sparse_refusal import ARCHITECTURES
+from dcp_decode.kernels.sparse_refusal import ARCHITECTURES, architecture_name
 
 LEAST_CAPABILITY = (9, 0)  # the sparse kernel needs clusters and bulk copies
 
@@ -130,7 +130,7 @@ def _refusal(compiles: bool) -> str:
     capability = torch.cuda.get_device_capability()
     if capability < LEAST_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]}, and the kernels need 9.0 or later"
-    name = "sm_{}{}a".format(*capability)
+    name = architecture_name(capability)
     if name not in ARCHITECTURES:
         return f"GPU architecture {name}, and the kernels are for {', '.join(ARCHITECTURES)}"
     if compiles and importlib.util.find_spec("cutlass") is None:

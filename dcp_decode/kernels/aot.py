@@ -27,7 +27,7 @@ from dcp_decode.inputs import read_input
 from dcp_decode.kernels.configs import KernelConfig
 from dcp_decode.kernels.fingerprint import source_hash
 from dcp_decode.kernels.launch import Kernel, LoadKernel
-from dcp_decode.kernels.sparse_refusal import ARCHITECTURES
+from dcp_decode.kernels.sparse_refusal import ARCHITECTURES, architecture_name
 
 KEY = "parallel.kernels"
 MANIFEST = "manifest.json"
@@ -98,8 +98,7 @@ def open_kernels(
 
 def architecture_of(device: torch.device) -> str:
     """The architecture that a GPU's kernels are compiled for. Raises UnsupportedEnvironment."""
-    major, minor = torch.cuda.get_device_capability(device)
-    name = f"sm_{major}{minor}a"
+    name = architecture_name(torch.cuda.get_device_capability(device))
     if name not in ARCHITECTURES:
         raise UnsupportedEnvironment(f"GPU architecture {name}: must be one of {', '.join(ARCHITECTURES)}")
     return name

@@ -13,6 +13,12 @@ ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")  # that kernels are compiled fo
 TRIGGERS = ("start", "merge", "end")
 
 
+def architecture_name(capability: tuple[int, int]) -> str:
+    """sm_90a and the like: compute capability 9 and later have a variant with the features the kernels need."""
+    major, minor = capability
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
 class RefusalReason(enum.Enum):
     """Why no kernel can run a configuration; the value is the sentence that a user reads."""
 
