@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,12 +33,12 @@ class RankReport:
     """What a rank's body returns: the figures of contract section 7, group-wide, the same on every rank.
 
     fabric, device, family: as resolved. verified: None if nothing was checked, False is exit code 1 and needs `error`,
-    the line that says what is wrong. worst_error and
-    error_bound: of the worst (row, head) of all ranks by error / bound, which worst_row names. refusals: why requests
-    were refused, one line each. acceptance: entry a counts the turns that kept a drafts. keys_per_row: smallest,
-    median and largest count of selected keys a row and rank. stages: name -> {p50_us, p95_us, p99_us, samples},
-    maximum over ranks per iteration; stage_clock: how they were timed. fabric_reason: why that fabric. execution: how
-    a GPU ran the steps, None on a CPU. measurements: further keys of the document, such as a checkpoint's points.
+    the line that says what is wrong. worst_error and error_bound: of the worst (row, head) of all ranks by
+    error / bound, which worst_row names. refusals: why requests were refused, one line each. acceptance: entry a
+    counts the turns that kept a drafts. keys_per_row: smallest, median and largest count of selected keys a row and
+    rank. stages: name -> {p50_us, p95_us, p99_us, samples}, maximum over ranks per iteration; stage_clock: how they
+    were timed. fabric_reason: why that fabric. execution: how a GPU ran the steps, None on a CPU. measurements:
+    further keys of the document, such as a checkpoint's points.
     """
 
     fabric: str
@@ -152,7 +153,16 @@ def await_records(folder: Path, processes: int, patience_seconds: float) -> dict
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write a file that is whole whenever it is there."""
-    # Written aside and renamed: a process killed meanwhile leaves no half record.
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(document))
-    partial.replace(path)
+    with written_aside(path) as partial:
+        partial.write_text(json.dumps(document))
+
+
+@contextlib.contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """A file to write that then takes the place of `path`: nobody sees half of it, though its writer may be killed."""
+    partial = path.with_name(f".{path.name[-50:]}.{os.getpid()}")  # a name has 255 bytes at most
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

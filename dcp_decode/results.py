@@ -21,7 +21,7 @@ from typing import Any
 
 from dcp_decode import environment
 from dcp_decode.errors import BAD_INPUT, VERIFIED, WAIT_EXPIRED, WRONG_RESULT, ConfigError, DcpDecodeError
-from dcp_decode.records import Plan, RankRecord
+from dcp_decode.records import Plan, RankRecord, written_aside
 
 SCHEMA = 1
 REPORT_KEYS = (
@@ -107,13 +107,8 @@ def write_whole(path: Path, text: str) -> None:
         return
     if path.exists() and not os.access(path, os.W_OK):  # a rename would not ask
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    place = path.resolve()  # a link stays one
-    partial = place.with_name(f".partial-{os.getpid()}")
-    try:
+    with written_aside(path.resolve()) as partial:  # a link stays one
         partial.write_text(text)
-        partial.replace(place)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def require_writable(output: str | None) -> None:

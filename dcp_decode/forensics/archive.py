@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from dcp_decode.errors import DcpDecodeError
 from dcp_decode.forensics.evidence import ExpiredWait, RankEvidence
 from dcp_decode.inputs import read_input
-from dcp_decode.records import Plan, RankRecord
+from dcp_decode.records import Plan, RankRecord, written_aside
 from dcp_decode.results import document_text
 
 FORMAT = "dcp_decode forensics"
@@ -84,25 +83,20 @@ class Case:
 def write(path: Path, plan: Plan, folder: Path, document: dict[str, Any]) -> None:
     """Pack what lies in the folder of a run that failed, with its plan and document. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     texts = {
         "manifest.json": json.dumps({"format": FORMAT, "schema": SCHEMA}),
         "document.json": document_text(document),
         "plan.json": document_text(asdict(plan)),
     }
-    try:
-        with tarfile.open(partial, "w:gz") as archive:
-            for name, text in texts.items():
-                member = tarfile.TarInfo(name)
-                member.size = len(text.encode())
-                archive.addfile(member, io.BytesIO(text.encode()))
-            # A name with a dot in front is half a file of a rank that was killed while it wrote.
-            for left in sorted(folder.iterdir()):
-                if left.name not in texts and not left.name.startswith(".") and left.stat().st_size:
-                    archive.add(left, left.name)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with written_aside(path) as partial, tarfile.open(partial, "w:gz") as archive:
+        for name, text in texts.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text.encode())
+            archive.addfile(member, io.BytesIO(text.encode()))
+        # A name with a dot in front is half a file of a rank that was killed while it wrote.
+        for left in sorted(folder.iterdir()):
+            if left.name not in texts and not left.name.startswith(".") and left.stat().st_size:
+                archive.add(left, left.name)
 
 
 def read(path: Path) -> Case:
