@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from dcp_decode.control.plane import ControlPlane
+from dcp_decode.control.plane import ControlPlane, deaths
 from dcp_decode.errors import ControlTimeout, RankDied
 
 PAUSE_SECONDS = 0.0001
@@ -32,8 +32,7 @@ def await_stream(stream: Stream, control: ControlPlane, deadline_seconds: float,
     while not stream.query():
         dead = control.dead_peers()
         if dead:
-            reasons = "; ".join(f"rank {rank} died ({reason})" for rank, reason in sorted(dead.items()))
-            raise RankDied(f"{reasons}; the GPU of rank {control.rank} was at '{label}'")
+            raise RankDied(f"{deaths(dead)}; the GPU of rank {control.rank} was at '{label}'")
         if time.monotonic() > until:
             raise ControlTimeout(
                 f"rank {control.rank} waited {deadline_seconds:g} s at '{label}' for its GPU: do all peers take part?"

@@ -17,7 +17,7 @@ import pickle
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +59,11 @@ def _start_time(process_id: int) -> int | None:
     """Clock ticks from boot to the start of a process; None if it has ended."""
     status = process_status(process_id)
     return None if status is None or status.ended else status.start_time
+
+
+def deaths(dead: Mapping[int, str]) -> str:
+    """What `dead_peers` has found, in words."""
+    return "; ".join(f"rank {rank} died ({reason})" for rank, reason in sorted(dead.items()))
 
 
 class ControlPlane(Protocol):
@@ -198,8 +203,7 @@ class PolledControlPlane(ABC):
             pause = min(pause * 1.5, LAST_PAUSE_SECONDS)
 
     def _refuse(self, dead: dict[int, str], label: str) -> None:
-        reasons = "; ".join(f"rank {rank} died ({reason})" for rank, reason in sorted(dead.items()))
-        raise RankDied(f"{reasons}; rank {self.rank} was at '{label}'", self.waits())
+        raise RankDied(f"{deaths(dead)}; rank {self.rank} was at '{label}'", self.waits())
 
     @abstractmethod
     def _post(self, sequence: int, payload: bytes) -> None:
