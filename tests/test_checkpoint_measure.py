@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -162,15 +162,20 @@ def test_local_route_has_its_fourth_stage_and_loopback_no_peers() -> None:
     assert all("fused_chain" not in point["stages"] for point in local["points"] + loopback["points"])
 
 
-def test_point_with_a_wrong_result_is_named_and_fails_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def spoil_sparse(monkeypatch: pytest.MonkeyPatch, spoilt: Callable[[Any, Any], bool], row: int = 0) -> None:
+    """The sparse decode pushes a wrong word of a row where `spoilt` says so of its configuration and mailbox."""
     honest = ranks.run_sparse
 
-    def wrong_for_three_rows(config: Any, mailbox: Any, kv: Any, *others: Any) -> None:
-        honest(config, mailbox, kv, *others)
-        if mailbox.geometry.capacity == 3:
-            mailbox.layout.payload.view(mailbox.memory.regions[0])[0, 1, 2, 0, 0] += 1
+    def run_sparse(config: Any, mailbox: Any, *others: Any) -> None:
+        honest(config, mailbox, *others)
+        if spoilt(config, mailbox):
+            mailbox.layout.payload.view(mailbox.memory.regions[0])[0, 1, row, 0, 0] += 1
 
-    monkeypatch.setattr(ranks, "run_sparse", wrong_for_three_rows)
+    monkeypatch.setattr(ranks, "run_sparse", run_sparse)
+
+
+def test_point_with_a_wrong_result_is_named_and_fails_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_sparse(monkeypatch, lambda config, mailbox: mailbox.geometry.capacity == 3, row=2)
     measured, lines = run(small_config())
     assert {point["batch"] for point in measured.keys["points"]} == {2, 1}
     assert len(measured.keys["failures"]) == 2
@@ -190,14 +195,7 @@ def test_point_with_a_wrong_result_is_named_and_fails_the_checkpoint(monkeypatch
 
 
 def test_own_point_that_failed_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = ranks.run_sparse
-
-    def wrong_for_two_rows(config: Any, mailbox: Any, kv: Any, *others: Any) -> None:
-        honest(config, mailbox, kv, *others)
-        if mailbox.geometry.capacity == 2:
-            mailbox.layout.payload.view(mailbox.memory.regions[0])[0, 1, 0, 0, 0] += 1
-
-    monkeypatch.setattr(ranks, "run_sparse", wrong_for_two_rows)
+    spoil_sparse(monkeypatch, lambda config, mailbox: mailbox.geometry.capacity == 2)
     measured, _ = run(small_config())
     report = report_of(PLACEMENT, small_config(), measured)
     assert (report.verified, report.stages) == (False, {})
@@ -261,14 +259,7 @@ def test_expired_wait_of_the_fused_chain_while_timing_ends_the_checkpoint(monkey
 
 
 def test_wrong_variant_is_left_out_of_the_sweep_and_its_point_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = ranks.run_sparse
-
-    def wrong_in_bulk(config: Any, mailbox: Any, *others: Any) -> None:
-        honest(config, mailbox, *others)
-        if "bulk" in config.name:
-            mailbox.layout.payload.view(mailbox.memory.regions[0])[0, 1, 0, 0, 0] += 1
-
-    monkeypatch.setattr(ranks, "run_sparse", wrong_in_bulk)
+    spoil_sparse(monkeypatch, lambda config, mailbox: "bulk" in config.name)
     keys = run(small_config(**{"checkpoint.batches": [], "checkpoint.compared_batches": []}))[0].keys
     assert [point["l2"] for point in keys["points"]] == ["hot", "cold"]
     assert len(keys["failures"]) == 4
