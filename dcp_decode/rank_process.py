@@ -8,7 +8,7 @@ torchrun follows with SIGKILL after 30 s, mpirun after 0.25 s (both measured). S
 the main thread is doing: it writes a record and the evidence at once, then gives the main thread LAST_WORDS_SECONDS: a
 host's wait for the dead rank fails by itself meanwhile, and that better record replaces the first. Otherwise it ends
 the process: kernels that wait may take longer (`device_steps`), and the first record names the dead as well.
-faulthandler has written all Python stacks before that, and does so on fatal signals too.
+faulthandler has written the main thread's Python stack before that, and on fatal signals all stacks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class RankProcess:
         if self.folder is not None:
             stacks = stacks_path(self.folder, self.rank).open("w")  # stays open: faulthandler keeps its descriptor
             faulthandler.enable(stacks)
-            faulthandler.register(signal.SIGTERM, stacks, all_threads=True, chain=True)
+            # Only of the thread that is interrupted, the main one: the others run on meanwhile, and walking the frames
+            # of the control store's, which come and go all the time, has ended a rank with SIGSEGV.
+            faulthandler.register(signal.SIGTERM, stacks, all_threads=False, chain=True)
         threading.Thread(target=self._await_terminate, args=(told,), name="SIGTERM", daemon=True).start()
 
     def run(self, connect: Callable[[], ControlPlane], body: Body) -> RankRecord:
