@@ -16,6 +16,7 @@ from dcp_decode.control.plane import ControlPlane
 from dcp_decode.control.solo import SoloControlPlane
 from dcp_decode.errors import BAD_INPUT, WAIT_EXPIRED, ConfigError, DcpDecodeError
 from dcp_decode.fabric import shared_files
+from dcp_decode.forensics.evidence import stacks_path
 from dcp_decode.rank_process import LAST_WORDS_SECONDS, RankProcess, leave
 from dcp_decode.records import RankReport, read_records
 
@@ -67,6 +68,25 @@ def test_a_full_disk_keeps_no_rank_that_is_told_to_stop(tmp_path: Path) -> None:
     assert time.monotonic() - started < 2 * LAST_WORDS_SECONDS + 1
     assert errors.startswith("rank 3 has no record (File too large): told to stop (SIGTERM)\n")
     assert read_records(tmp_path) == {}
+
+
+def test_told_to_stop_a_rank_walks_the_stack_of_its_main_thread_only(tmp_path: Path) -> None:
+    """The frames of others come and go meanwhile: rarely, but then that ends the process by SIGSEGV."""
+
+    def life() -> None:
+        process = RankProcess(0, tmp_path)
+        process.handle_terminate()
+        (tmp_path / "ready").touch()
+        process.run(SoloControlPlane, lambda _: time.sleep(60))
+
+    child, said = forked(life)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    os.kill(child, signal.SIGTERM)
+    assert ended(child, said)[0] == WAIT_EXPIRED
+    stacks = stacks_path(tmp_path, 0).read_text()
+    assert stacks.count("most recent call first") == 1
+    assert "in life" in stacks
 
 
 def test_a_full_disk_hides_no_failure(tmp_path: Path) -> None:
